@@ -1,0 +1,12 @@
+# GoogleTest: the system's package (or .deps, where tools/fetch_debian_packages.sh unpacks) first,
+# else downloaded.
+list(APPEND CMAKE_PREFIX_PATH "${PROJECT_SOURCE_DIR}/.deps/usr")
+find_package(GTest QUIET)
+if(NOT GTest_FOUND)
+  include(FetchContent)
+  message(STATUS "GoogleTest is not on this system: downloading it")
+  set(INSTALL_GTEST OFF CACHE BOOL "" FORCE)
+  FetchContent_Declare(googletest
+    URL https://github.com/google/googletest/archive/refs/tags/v1.14.0.tar.gz)
+  FetchContent_MakeAvailable(googletest)
+endif()

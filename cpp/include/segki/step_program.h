@@ -1,0 +1,73 @@
+// The step as a flat list of ops over fixed addresses.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "segki/backend.h"
+#include "segki/export.h"
+#include "segki/hybrid_cache.h"
+#include "segki/ops.h"
+
+namespace segki {
+
+// Runs its ops in order, each reading what the earlier ones wrote. On the host with a concurrent
+// ParallelHook the whole program is one region with a barrier between ops. Never allocates, never
+// blocks on a device. The memory behind the views belongs to the caller and must outlive the
+// program.
+class SEGKI_EXPORT StepProgram {
+ public:
+  StepProgram(StepProgram&&) noexcept;
+  StepProgram& operator=(StepProgram&&) noexcept;
+  ~StepProgram();
+
+  // Throws Error(kBackend) naming the op when a kernel reports a failure.
+  void run(void* stream = nullptr);
+
+  std::size_t size() const;                   // number of ops
+  std::size_t scratch_bytes() const;          // allocated for all parts
+  std::vector<std::string> op_names() const;  // in order
+  // Runs once with a clock around each op: seconds an op, in order. For reports, not for the loop.
+  std::vector<double> profile();
+
+ private:
+  friend class StepProgramBuilder;
+  struct Impl;
+  explicit StepProgram(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// Checks each op as it is added, so that a finished program has nothing left to check.
+class SEGKI_EXPORT StepProgramBuilder {
+ public:
+  // `parallel` is used at run time (a null `run`: the default pool); `parts` of it is read when the
+  // program is finished.
+  explicit StepProgramBuilder(Backend backend, ParallelHook parallel = {},
+                              Allocator allocator = {});
+  ~StepProgramBuilder();
+
+  // Throws Error(kInvalidArgument) from the op's check, Error(kUnsupported) when the backend has no
+  // kernel.
+  StepProgramBuilder& add(const EmbeddingArgs& args);
+  StepProgramBuilder& add(const NormArgs& args);
+  StepProgramBuilder& add(const SumNormArgs& args);
+  StepProgramBuilder& add(const ProjectionArgs& args);
+  StepProgramBuilder& add(const GatedProjectionArgs& args);
+  StepProgramBuilder& add(const RopeKvWriteArgs& args);
+  StepProgramBuilder& add(const AttentionArgs& args);
+  StepProgramBuilder& add(const LmHeadArgs& args);
+  StepProgramBuilder& add(const ArgmaxArgs& args);
+  StepProgramBuilder& add(const SelectTokenArgs& args);
+
+  // The builder is empty afterwards. Throws Error(kState) when no op was added.
+  StepProgram finish();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace segki

@@ -1,0 +1,6 @@
+#pragma once
+
+#define SEGKI_VERSION_MAJOR 0
+#define SEGKI_VERSION_MINOR 1
+#define SEGKI_VERSION_PATCH 0
+#define SEGKI_VERSION_STRING "0.1.0"

@@ -1,0 +1,131 @@
+"""How fast this machine reads memory, and which share of that a decode step reaches."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ReadBandwidth", "Share", "measure_read_bandwidth", "step_weight_bytes", "usable_cores"]
+
+
+@dataclass(frozen=True)
+class ReadBandwidth:
+    """The best sustained read rate seen.
+
+    Attributes
+    ----------
+    bytes_per_second : float
+        Bytes read a second, all threads together.
+    method : str
+        ``"native"`` (segki's own reader) or ``"numpy"`` (a dot product a thread, a little slower).
+    threads : int
+        Threads that read.
+    """
+
+    bytes_per_second: float
+    method: str
+    threads: int
+
+    def seconds(self, size: int) -> float:
+        """Return the least time in seconds in which `size` bytes can be read."""
+        return size / self.bytes_per_second
+
+    def share(self, size: int, seconds: float) -> Share:
+        """Return the share of this rate at which `size` bytes were read in `seconds`."""
+        return Share(self.seconds(size) / seconds)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A share of the measured read bandwidth; above 1 the bandwidth was measured too low."""
+
+    value: float
+
+    @property
+    def measurement_error(self) -> bool:
+        """Whether the value cannot be true: nothing reads faster than the memory."""
+        return self.value > 1.0
+
+    def __str__(self) -> str:
+        """Return two decimals, and the reason why they cannot be true where they cannot."""
+        if self.measurement_error:
+            return f"{self.value:.2f} (measurement error: above 1)"
+        return f"{self.value:.2f}"
+
+
+def usable_cores() -> int:
+    """Return the number of cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def measure_read_bandwidth(
+    size: int = 512 << 20, seconds: float = 1.0, threads: int | None = None
+) -> ReadBandwidth:
+    """Measure the read bandwidth of the memory.
+
+    Parameters
+    ----------
+    size : int
+        Bytes to read again and again; several times the last-level cache, or the cache is measured.
+    seconds : float
+        How long to go on. The best pass counts: anything slower was disturbed.
+    threads : int, optional
+        Threads that read, each its own part; all usable cores when None.
+    """
+    threads = usable_cores() if threads is None else threads
+    native = _native_reader()
+    if native is not None:
+        return ReadBandwidth(float(native(size, threads, seconds)), "native", threads)
+    return ReadBandwidth(_numpy_read_bandwidth(size, threads, seconds), "numpy", threads)
+
+
+def step_weight_bytes(model: Any) -> int:
+    """Return the bytes of weights that one decode step reads, whatever the number of rows.
+
+    Every parameter counts once, also when it is tied. Embedding tables do not count, as a step looks
+    up one row a token, unless the LM head multiplies with the same table.
+    """
+    from torch import nn
+
+    head = model.get_output_embeddings()
+    head_weight = None if head is None else getattr(head, "weight", None)
+    looked_up = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight is not head_weight
+    }
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in model.parameters()
+        if id(parameter) not in looked_up
+    )
+
+
+def _native_reader() -> Callable[[int, int, float], float] | None:
+    """Return the compiled reader `(bytes, threads, seconds) -> bytes per second`, where it is built."""
+    try:
+        module = importlib.import_module("segki._segki")
+    except ImportError:
+        return None
+    reader: Callable[[int, int, float], float] | None = getattr(module, "read_bandwidth", None)
+    return reader
+
+
+def _numpy_read_bandwidth(size: int, threads: int, seconds: float) -> float:
+    import numpy as np
+
+    data = np.ones(size // 4, dtype=np.float32)
+    parts = np.array_split(data, threads)
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        end = time.perf_counter() + seconds
+        while best == 0.0 or time.perf_counter() < end:
+            start = time.perf_counter()
+            list(pool.map(lambda part: np.dot(part, part), parts))
+            best = max(best, data.nbytes / (time.perf_counter() - start))
+    return best

@@ -1,0 +1,110 @@
+"""Prefill into the native cache: the model's own forward runs with transformers' cache object, whose layers hand K and V over.
+
+Layers subclass the installed `DynamicLayer` and `DynamicSlidingWindowLayer`, so that masks, lengths and `isinstance` checks stay
+transformers' own. They store nothing: the first chunk's keys and values go straight into the slots of the `HybridCache` (without left
+padding) and are returned to the attention as they came.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from segki import _segki
+from segki.native import view
+from segki.plan import ModelPlan
+
+
+class Prompt:
+    """Where the prompts of a batch go: the native cache and the number of padding tokens on the left of each row."""
+
+    def __init__(self, cache: _segki.HybridCache, first: torch.Tensor) -> None:
+        self.cache = cache
+        self.first = [int(count) for count in first]
+        self.filled: set[int] = set()
+
+    def fill(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store one layer's prompt, `[rows, Hkv, T, D]`."""
+        if index in self.filled:
+            raise RuntimeError(f"cache layer {index} was written twice during the prefill")
+        keys, values = dense_heads(keys), dense_heads(values)
+        self.cache.fill(index, view(keys), view(values), self.first)
+        self.filled.add(index)
+
+
+def dense_heads(states: torch.Tensor) -> torch.Tensor:
+    """The same values with a dense last dimension."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+class FullLayer(DynamicLayer):
+    """A full-attention layer during the prefill."""
+
+    def __init__(self, prompt: Prompt, index: int) -> None:
+        super().__init__()
+        self._prompt, self._index, self._tokens = prompt, index, 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand the prompt over; returns what was given."""
+        self._prompt.fill(self._index, key_states, value_states)
+        self._tokens += key_states.shape[-2]
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        """Tokens given so far, padding included."""
+        return self._tokens
+
+
+class SlidingLayer(DynamicSlidingWindowLayer):
+    """A sliding-window layer during the prefill."""
+
+    def __init__(self, prompt: Prompt, index: int, sliding_window: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self._prompt, self._index = prompt, index
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand the prompt over; returns what was given."""
+        self._prompt.fill(self._index, key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        return key_states, value_states
+
+
+def divert(cache: DynamicCache, plan: ModelPlan, prompt: Prompt) -> None:
+    """Make an empty cache of transformers write into the native one."""
+    blocks = [node.attention for layer in plan.layers for node in layer.nodes if node.attention]
+    layers: list[DynamicLayer] = []
+    for index, block in enumerate(blocks):
+        own = cache.layers[index] if index < len(cache.layers) else None
+        window = getattr(own, "sliding_window", None) if getattr(own, "is_sliding", False) else None
+        if window is None and own is None and block.window is not None:
+            window = block.window
+        layers.append(FullLayer(prompt, index) if window is None else SlidingLayer(prompt, index, window))
+    cache.layers = layers
+
+
+def restore(cache: DynamicCache, prompt: Prompt, lengths: list[int], tokens: int, dtype: torch.dtype) -> None:
+    """Turn a diverted cache into an ordinary one of `tokens` positions a row (padding included), copied from the native cache.
+
+    Row r holds `lengths[r]` tokens after its padding; what follows them (a row that stopped before the others) is zero.
+    """
+    native, rows = prompt.cache, len(prompt.first)
+    layers: list[DynamicLayer] = []
+    for index, diverted in enumerate(cache.layers):
+        window = diverted.sliding_window if isinstance(diverted, SlidingLayer) else None
+        begin = 0 if window is None else max(tokens - window + 1, 0)
+        shapes = [part.shape for part in (native.keys(index), native.values(index))]
+        parts = [torch.zeros(rows, s[1], tokens - begin, s[3], dtype=dtype) for s in shapes]
+        native.gather(index, view(parts[0]), view(parts[1]), lengths, [f - begin for f in prompt.first])
+        layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
+        layer.lazy_initialization(*parts)
+        layer.keys, layer.values = parts
+        if window is not None:
+            layer.cumulative_length = tokens
+        layers.append(layer)
+    cache.layers = layers

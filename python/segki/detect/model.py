@@ -1,0 +1,178 @@
+"""From a whole model to its plan: run its own forward once, detect every part, and check the plan against the run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from segki.detect.check import LayerCheck
+from segki.detect.context import Context, signature
+from segki.detect.dataflow import detect_layer
+from segki.detect.ends import detect_embedding, detect_final, detect_head
+from segki.detect.guard import segment_problem
+from segki.detect.mlp import detect_mlp, has_fused_input, is_mlp_shaped
+from segki.detect.numeric import Unknown
+from segki.detect.ropes import rope_source
+from segki.detect.run import Run, layer_calls, run_once
+from segki.detect.trace import Call
+from segki.detect.windows import layer_windows
+from segki.plan import AttentionPlan, Detection, LayerPlan, MlpPlan, ModelPlan, NormPlan, ParamRef, Segment
+
+
+@torch.no_grad()
+def detect(model: nn.Module) -> Detection:
+    """What a loaded causal language model computes.
+
+    The model's own forward runs once on a short random prompt; nothing of the model is changed and torch's random state is kept.
+
+    Parameters
+    ----------
+    model
+        A transformers model with `get_input_embeddings` and `get_output_embeddings`, in evaluation mode.
+
+    Returns
+    -------
+    Segments found and, when every part is known and agrees with the model's own values, the plan of the whole step; else reasons.
+    """
+    state = torch.get_rng_state()
+    try:
+        return _detect(model)
+    finally:
+        torch.set_rng_state(state)
+
+
+def _detect(model: nn.Module) -> Detection:
+    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "get_output_embeddings"):
+        return Detection(None, (), (f"model: {type(model).__name__} is no transformers language model",))
+    first = next(model.parameters(), None)
+    if first is None or any(p.is_meta for p in model.parameters()):
+        return Detection(None, (), ("model: it has no parameters, or some are on the meta device",))
+    problem = segment_problem("", model)
+    try:
+        run = run_once(model, first)
+    except Unknown as error:
+        return Detection(None, (), (problem or str(error),))
+    segments = _segments(run.ctx)
+    if problem is not None:
+        return Detection(None, segments, (problem,))
+    try:
+        plan = _model_plan(run)
+    except Unknown as error:
+        return Detection(None, segments, (str(error),))
+    return Detection(plan, (*segments, *_plan_segments(plan)))
+
+
+def _model_plan(run: Run) -> ModelPlan:
+    ctx, head, result = run.ctx, run.head, run.logits
+    if head is None or result is None:
+        raise Unknown("the model has no output head that is called once and gives logits")
+    calls = layer_calls(ctx)
+    embedding = detect_embedding(ctx, ctx.ids, calls[0])
+    layers = _layers(ctx, calls, layer_windows(ctx, calls))
+    final_norm, input_scale = detect_final(ctx, calls[-1], head, result.natural)
+    head_plan = detect_head(ctx, head, result, input_scale)
+    limits = [n.attention.rope.max_positions for la in layers for n in la.nodes if n.attention and n.attention.rope]
+    if embedding.positions is not None:
+        limits.append(ctx.lookup()(embedding.positions).shape[0] - embedding.position_offset)
+    bounded = [limit for limit in limits if limit is not None]
+    hidden = calls[0].x
+    assert hidden is not None
+    plan = ModelPlan(
+        embedding, tuple(layers), final_norm, head_plan, hidden.shape[-1], head_plan.linear.out_features,
+        min(bounded) if bounded else None,
+    )  # fmt: skip
+    _check_claims(ctx, plan)
+    return plan
+
+
+def _layers(ctx: Context, calls: list[Call], windows: list[int | None]) -> list[LayerPlan]:
+    """Plans of all layers: detected once for each signature, checked on every layer's own values."""
+    known: dict[Any, LayerPlan] = {}
+    check = LayerCheck(ctx)
+    plans = []
+    for call, window in zip(calls, windows, strict=True):
+        pairs = list(call.tensor_pairs()) or [pair for inner in ctx.trace.under(call.name) for pair in inner.tensor_pairs()]
+        sources = tuple(dict.fromkeys(rope_source(ctx, pair) for pair in pairs))
+        key = (signature(call.module), window, sources)
+        plan = known.get(key)
+        if plan is not None:
+            plan = _renamed(plan, f"{plan.module}.", f"{call.name}.", call.name)
+            if check.problem(call, plan, whole=False) is not None:
+                plan = None
+        if plan is None:
+            plan = detect_layer(ctx, call, window)
+            problem = check.problem(call, plan, whole=True)
+            if problem is not None:
+                raise Unknown(problem)
+            known.setdefault(key, plan)
+        plans.append(plan)
+    return plans
+
+
+def _renamed(value: Any, old: str, new: str, module: str | None = None) -> Any:
+    """A plan with the layer prefix of every name replaced."""
+    if isinstance(value, str):
+        return new + value[len(old) :] if value.startswith(old) else value
+    if isinstance(value, tuple):
+        return tuple(_renamed(item, old, new) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: _renamed(getattr(value, f.name), old, new) for f in dataclasses.fields(value)}
+        if module is not None:
+            changed["module"] = module
+        return dataclasses.replace(value, **changed)
+    return value
+
+
+def _refs(value: Any) -> set[str]:
+    if isinstance(value, ParamRef):
+        return {value.name}
+    if isinstance(value, tuple):
+        return set().union(*(_refs(item) for item in value)) if value else set()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return set().union(*(_refs(getattr(value, f.name)) for f in dataclasses.fields(value)))
+    return set()
+
+
+def _check_claims(ctx: Context, plan: ModelPlan) -> None:
+    """Every parameter must be in the plan: one that is not does something that the plan does not say."""
+    claimed = {id(ctx.model.get_parameter(name)) for name in _refs(plan) if _is_parameter(ctx.model, name)}
+    for name, parameter in ctx.model.named_parameters():
+        if id(parameter) not in claimed:
+            raise Unknown(f"parameter {name} is not explained")
+
+
+def _is_parameter(model: nn.Module, name: str) -> bool:
+    owner, _, own = name.rpartition(".")
+    return own in model.get_submodule(owner)._parameters
+
+
+def _segments(ctx: Context) -> tuple[Segment, ...]:
+    """The MLPs of the model: known or not whatever the rest is."""
+    found = []
+    for name, calls in ctx.trace.by_name.items():
+        call = calls[0]
+        if len(calls) != 1 or not is_mlp_shaped(ctx, call):
+            continue
+        problem = segment_problem(name, call.module)
+        if problem is not None:
+            found.append(Segment(name, "mlp", None, problem))
+            continue
+        plan = ctx.mlp(call, detect_mlp)
+        if isinstance(plan, MlpPlan):
+            found.append(Segment(name, "mlp", plan))
+        elif not has_fused_input(ctx, call):
+            found.append(Segment(name, "mlp", None, plan))
+    return tuple(found)
+
+
+def _plan_segments(plan: ModelPlan) -> list[Segment]:
+    found = []
+    for layer in plan.layers:
+        for node in layer.nodes:
+            part: AttentionPlan | NormPlan | None = node.attention or node.norm
+            if part is not None and node.module is not None:
+                found.append(Segment(node.module, "attention" if node.attention else "norm", part))
+    return found

@@ -1,0 +1,95 @@
+"""From the names in a plan back to the tensors of a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from segki.plan import ParamRef, RopePlan
+
+
+def resolve(model: nn.Module, ref: ParamRef) -> Tensor:
+    """Live view of a parameter or buffer (or of a range of its first dimension); nothing is copied.
+
+    Raises
+    ------
+    ValueError
+        If the model has no such parameter or buffer, or fewer rows than the reference names.
+    """
+    owner_name, _, name = ref.name.rpartition(".")
+    try:
+        owner = model.get_submodule(owner_name)
+    except AttributeError as error:
+        raise ValueError(f"ref: {ref.name!r} is not a parameter or buffer of {type(model).__name__}") from error
+    tensor: Tensor | None = owner._parameters.get(name)
+    if tensor is None:
+        tensor = owner._buffers.get(name)
+    if tensor is None:
+        raise ValueError(f"ref: {ref.name!r} is not a parameter or buffer of {type(model).__name__}")
+    if ref.rows is None:
+        return tensor.detach()
+    start, stop = ref.rows
+    if not 0 <= start < stop <= tensor.shape[0]:
+        raise ValueError(f"ref: rows {start}..{stop} of {ref.name!r}, which has {tensor.shape[0]}")
+    return tensor.detach()[start:stop]
+
+
+def split_table(first: Tensor, second: Tensor, head_dim: int | None = None) -> tuple[Tensor, Tensor] | None:
+    """(cos, sin) `[P, R / 2]` from what a rotary module gives for positions 0..P-1 (`[P, n]` each, P >= 2); None if it is none.
+
+    The row of position 0 tells cos from sin. `n` is `R` when the values are doubled (half after half, or pairwise), else `R / 2`.
+    """
+    if first.shape != second.shape or first.dim() != 2 or first.is_complex():
+        return None
+    if bool((first[0] == 0).all()):
+        first, second = second, first
+    if not bool((second[0] == 0).all()):
+        return None
+    width = first.shape[-1]
+    half = width // 2
+    if width % 2 == 0:
+        if all(torch.equal(t[:, :half], t[:, half:]) for t in (first, second)):
+            return first[:, :half], second[:, :half]
+        if all(torch.equal(t[:, 0::2], t[:, 1::2]) for t in (first, second)):
+            return first[:, 0::2], second[:, 0::2]
+    if head_dim is not None and 2 * width > head_dim:
+        return None
+    return first, second
+
+
+@torch.no_grad()
+def rope_table(model: nn.Module, rope: RopePlan, positions: int) -> tuple[Tensor, Tensor]:
+    """The (cos, sin) that the model's forward multiplies with, for positions 0 to `positions` - 1.
+
+    Returns
+    -------
+    fp32 `[positions, rotary_dim / 2]` each, on the CPU, rounded to the model's dtype where the model does so; attention scaling
+    and the sign of sin are included.
+
+    Raises
+    ------
+    ValueError
+        If `positions` is not in 1..`rope.max_positions` or the model has no such table.
+    """
+    if positions < 1 or (rope.max_positions is not None and positions > rope.max_positions):
+        limit = "" if rope.max_positions is None else f" and at most {rope.max_positions}"
+        raise ValueError(f"positions: got {positions}, must be at least 1{limit}")
+    rows = max(positions, 2)
+    if rope.source_kind == "sincos_buffer":
+        owner, _, name = rope.source.rpartition(".")
+        buffer = getattr(model.get_submodule(owner), name)
+        if positions > buffer.shape[0]:
+            raise ValueError(f"positions: got {positions}, the table {rope.source!r} has {buffer.shape[0]}")
+        sin, cos = buffer[:rows].chunk(2, -1)
+        halves = split_table(cos, sin)
+    else:
+        module = model.get_submodule(rope.source)
+        first = next(p for p in model.parameters())
+        x = torch.zeros(1, 1, rope.rotary_dim, dtype=first.dtype, device=first.device)
+        ids = torch.arange(rows, device=first.device)[None]
+        out = module(x, ids) if rope.layer_type is None else module(x, ids, rope.layer_type)
+        halves = split_table(out[0].reshape(rows, -1), out[1].reshape(rows, -1))
+    if halves is None or halves[0].shape[-1] * 2 != rope.rotary_dim:
+        raise ValueError(f"rope: {rope.source!r} gives no table of {rope.rotary_dim} rotary dimensions")
+    cos, sin = (t[:positions].float().cpu().contiguous() for t in halves)
+    return cos, -sin if rope.negate_sin else sin

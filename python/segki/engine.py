@@ -1,0 +1,250 @@
+"""The native step of one model: cache, programs and the check that they still read the model's live weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from segki import _segki
+from segki.detect import resolve, rope_table
+from segki.native import DTYPES, MAX_ROWS, TorchMemory, view
+from segki.plan import ModelPlan, ParamRef
+from segki.program import Step, StepBuilder, StepState, cache_layers
+
+GRANULE = 256  # cache lengths are multiples of this, so that a slightly longer request does not reallocate
+
+
+@dataclass(frozen=True)
+class BoundWeight:
+    """Where a parameter lay when the programs were built."""
+
+    ref: ParamRef
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StopSpec:
+    """Stop rule of one request; ids are vocabulary ids, counts are new tokens a row."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    eos: tuple[int, ...] = ()
+    pad: int = 0
+    check_every: int = 16
+
+
+class Engine:
+    """Owns everything native that belongs to one model. Not thread-safe: one generation at a time."""
+
+    def __init__(self, model: nn.Module, plan: ModelPlan) -> None:
+        self.model = model
+        self.plan = plan
+        self.backend = _segki.backend("cpu")
+        self.memory = TorchMemory()
+        self.cache: _segki.HybridCache | None = None
+        self._steps: dict[int, Step] = {}
+        self._weights: list[BoundWeight] = []
+        self._modules = list(model.modules())
+        self._types = [type(module) for module in self._modules]
+        self.dtype = resolve(model, plan.embedding.weight).dtype
+        self.bind()
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest row (prompt and new tokens) that the step can run; None is unlimited."""
+        limits = [self.plan.max_positions]
+        for layer in self.plan.layers:
+            limits += [n.attention.rope.max_positions for n in layer.nodes if n.attention and n.attention.rope]
+        known = [limit for limit in limits if limit is not None]
+        return min(known) if known else None
+
+    def bind(self) -> None:
+        """Note where every weight lies; programs are built again at their next use."""
+        self._steps.clear()
+        self._weights = []
+        for ref in parameter_refs(self.plan):
+            tensor = resolve(self.model, ref)
+            self._weights.append(
+                BoundWeight(ref, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            )
+
+    def problem(self) -> str | None:
+        """Why the native step must not run now; rebinds when weights have moved.
+
+        In-place updates need nothing. Another module, hook, shape, dtype or device than at injection is a reason to decline.
+        """
+        modules = list(self.model.modules())
+        if len(modules) != len(self._modules) or any(
+            a is not b for a, b in zip(modules, self._modules, strict=True)
+        ):
+            return "the module tree has changed since injection (an adapter?); eject and inject again"
+        for module, kind in zip(modules, self._types, strict=True):
+            if type(module) is not kind:
+                return f"a {kind.__name__} has become a {type(module).__name__} since injection"
+            if module._forward_hooks or module._forward_pre_hooks:
+                return f"a forward hook is registered on a {kind.__name__}, which the native step would not call"
+        moved = False
+        for bound in self._weights:
+            tensor = resolve(self.model, bound.ref)
+            if tensor.dtype != bound.dtype or tensor.shape != bound.shape or tensor.device.type != "cpu":
+                return (
+                    f"parameter {bound.ref.name!r} is now {tensor.dtype} {list(tensor.shape)} on {tensor.device}, "
+                    f"it was {bound.dtype} {list(bound.shape)} on cpu at injection"
+                )
+            if tensor.stride() != bound.stride:
+                return f"parameter {bound.ref.name!r} is not contiguous any more"
+            moved = moved or tensor.data_ptr() != bound.address
+        if moved:
+            self.bind()
+        if self.model.training and (what := dropout(modules)) is not None:
+            return f"the model is in training mode and has dropout ({what})"
+        return None
+
+    def step(self, rows: int, tokens: int) -> Step:
+        """A step of `rows` rows with room for `tokens` tokens a row (prompt and new); cache and programs are kept between calls.
+
+        Raises
+        ------
+        ValueError
+            If `rows` is not in 1..64 or `tokens` is over `max_positions`.
+        MemoryError
+            If the cache does not fit into memory.
+        """
+        if not 1 <= rows <= MAX_ROWS:
+            raise ValueError(f"rows: given {rows}, accepted 1 to {MAX_ROWS}")
+        limit = self.max_positions
+        if limit is not None and tokens > limit:
+            raise ValueError(f"tokens: given {tokens} a row, accepted up to {limit} (positions of this model)")
+        if self.cache is None or self.cache.rows < rows or self.cache.max_len < tokens:
+            self._grow(rows, tokens)
+        if rows not in self._steps:
+            self._steps[rows] = self._build(rows)
+        return self._steps[rows]
+
+    def _grow(self, rows: int, tokens: int) -> None:
+        if self.cache is not None:
+            rows, tokens = max(rows, self.cache.rows), max(tokens, self.cache.max_len)
+        self.release()
+        length = (tokens + GRANULE - 1) // GRANULE * GRANULE
+        if self.max_positions is not None:
+            length = min(length, self.max_positions)
+        layers = cache_layers(self.plan, DTYPES[self.dtype])
+        self.cache = _segki.HybridCache(rows, length, layers, self.memory.allocate, self.memory.release)
+
+    def _build(self, rows: int) -> Step:
+        assert self.cache is not None
+        state = StepState.allocate(rows, self.cache.max_len, self.plan.vocab_size)
+        builder = StepBuilder(
+            self.plan,
+            lambda ref: resolve(self.model, ref),
+            lambda rope, positions: rope_table(self.model, rope, positions),
+            self.cache,
+            state,
+            self.dtype,
+            self.backend,
+        )
+        return builder.build()
+
+    def release(self) -> None:
+        """Give cache, programs and buffers back to torch's allocator; the next use makes them anew."""
+        self._steps.clear()
+        if self.cache is not None:
+            self.cache.release()
+            self.cache = None
+
+
+class Decode:
+    """One decode on a step: start from the prompt's last logits, then run until every row has stopped.
+
+    Parameters
+    ----------
+    step
+        From `Engine.step`; its cache slots hold the prompts.
+    lengths
+        i32 `[rows]`: tokens of each row that are in the cache (without padding).
+    forced
+        i64 `[rows, T]` or None: take these tokens instead of choosing (teacher forcing).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        step: Step,
+        lengths: torch.Tensor,
+        rule: StopSpec,
+        with_log_prob: bool = False,
+        forced: torch.Tensor | None = None,
+    ) -> None:
+        self.state = step.state
+        state = step.state
+        state.lengths.copy_(lengths)
+        state.positions.copy_(lengths)
+        state.lengths.sub_(1)  # choosing the first token advances them: the last prompt token counts as the step's input
+        state.positions.sub_(1)
+        for tensor in (state.generated, state.finished, state.history):
+            tensor.zero_()
+        self._eos = torch.tensor(rule.eos, dtype=torch.int64)
+        self._forced = forced
+        args = _segki.SelectTokenArgs()
+        for name in ("logits", "next", "lengths", "positions", "generated", "finished", "history"):
+            setattr(args, name, view(getattr(state, name)))
+        if with_log_prob:
+            args.log_prob = view(state.log_prob)
+        if len(rule.eos) > 0:
+            args.eos = view(self._eos)
+        if forced is not None:
+            args.forced = view(forced)
+        args.pad, args.min_new_tokens, args.max_new_tokens = rule.pad, rule.min_new_tokens, rule.max_new_tokens
+        chooser = _segki.StepProgramBuilder(engine.backend)
+        chooser.add(args)
+        self._choose = chooser.finish()
+        native_rule = _segki.StopRule()
+        native_rule.eos = list(rule.eos)
+        native_rule.min_new_tokens = rule.min_new_tokens
+        native_rule.max_new_tokens = rule.max_new_tokens
+        native_rule.pad = rule.pad
+        native_rule.check_every = rule.check_every
+        self._loop = _segki.DecodeLoop(step.program, self._choose, state.native(with_log_prob), native_rule)
+
+    def first(self, logits: torch.Tensor) -> None:
+        """Choose the first token from the prompt's last logits, f32 `[rows, V]`."""
+        self.state.logits.copy_(logits)
+        self._choose.run()
+
+    def run(self, on_tokens: object = None) -> _segki.DecodeResult:
+        """Run to the end. `on_tokens(begin, count)` is told of new columns of `state.history`; it returns False to end the loop."""
+        return self._loop.run(1, on_tokens)
+
+
+def dropout(modules: list[nn.Module]) -> str | None:
+    """The first dropout that is active in training mode, described."""
+    for module in modules:
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return f"Dropout({module.p})"
+        rate = getattr(module, "attention_dropout", None)
+        if isinstance(rate, float) and rate > 0:
+            return f"attention_dropout={rate}"
+    return None
+
+
+def parameter_refs(plan: object) -> list[ParamRef]:
+    """Every `ParamRef` in a plan, once, in order of appearance."""
+    found: dict[ParamRef, None] = {}
+
+    def walk(value: object) -> None:
+        if isinstance(value, ParamRef):
+            found[value] = None
+        elif isinstance(value, tuple):
+            for item in value:
+                walk(item)
+        elif hasattr(value, "__dataclass_fields__"):
+            for name in value.__dataclass_fields__:
+                walk(getattr(value, name))
+
+    walk(plan)
+    return list(found)

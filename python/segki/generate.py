@@ -1,0 +1,279 @@
+"""`generate` on the native step, behind transformers' own `generate`.
+
+transformers prepares everything (configuration, masks, special tokens, processors, criteria, cache) and calls a decoding method; segki
+hands in its own through `custom_generate`. What the native step cannot do goes to the model's own decoding method with the reason in
+the log, so that signature, results and errors stay those of transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
+
+from segki.cache import Prompt, divert, restore
+from segki.engine import Decode, Engine, StopSpec
+from segki.native import MAX_ROWS
+from segki.validate import check_ids, left_padding
+
+logger = logging.getLogger("segki")
+
+CACHE_NAMES = ("cache", "past_key_values")
+
+
+class Decline(Exception):
+    """The native step cannot serve this request; the text is the reason."""
+
+
+@dataclasses.dataclass
+class Request:
+    """A request of `generate` in segki's terms."""
+
+    rule: StopSpec
+    cache_name: str
+    first: torch.Tensor  # i64 [rows], padding tokens on the left
+    prompt_tokens: int  # positions of the prompt, padding included
+
+
+def stop_spec(logits_processor: Any, stopping_criteria: Any, config: Any, prompt_ids: int) -> StopSpec:
+    """The stop rule that processors and criteria amount to; `prompt_ids` is the width of `input_ids`.
+
+    Raises
+    ------
+    Decline
+        If there is one that the native step does not know.
+    """
+    eos: tuple[int, ...] = ()
+    max_length: int | None = None
+    min_new = 0
+    for criterion in stopping_criteria or ():
+        if type(criterion) is MaxLengthCriteria:
+            max_length = criterion.max_length
+        elif type(criterion) is EosTokenCriteria:
+            eos = tuple(int(token) for token in criterion.eos_token_id.reshape(-1))
+        else:
+            raise Decline(f"stopping criterion {type(criterion).__name__} is not known to the native loop")
+    for processor in logits_processor or ():
+        if type(processor) is MinNewTokensLengthLogitsProcessor:
+            wanted = processor.min_new_tokens
+        elif type(processor) is MinLengthLogitsProcessor:
+            wanted = processor.min_length - prompt_ids
+        else:
+            raise Decline(f"logits processor {type(processor).__name__} is not known to the native loop")
+        if {int(token) for token in processor.eos_token_id.reshape(-1)} != set(eos):
+            raise Decline("a minimum length with end-of-sequence ids other than those that stop a row")
+        min_new = max(min_new, int(wanted))
+    if max_length is None:
+        raise Decline("no maximum length is set")
+    pad = getattr(config, "_pad_token_tensor", None)
+    return StopSpec(
+        max_new_tokens=int(max_length) - prompt_ids,
+        min_new_tokens=min_new,
+        eos=eos,
+        pad=0 if pad is None else int(pad.reshape(-1)[0]),
+    )
+
+
+def plan_request(
+    engine: Engine, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, inputs: dict[str, Any]
+) -> Request:
+    """Check that the native step can serve a request; raises `Decline` with the reason if not."""
+    rule = stop_spec(logits_processor, stopping_criteria, config, input_ids.shape[1])
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            raise Decline(f"{name} asks for values that the native step does not keep")
+    if getattr(config, "use_cache", True) is False:
+        raise Decline("use_cache=False")
+    if getattr(config, "prefill_chunk_size", None) is not None:
+        raise Decline("prefill_chunk_size is set")
+    if torch.is_autocast_enabled("cpu"):
+        raise Decline("autocast is on")
+    cache_name = next((name for name in CACHE_NAMES if inputs.get(name) is not None), None)
+    if cache_name is None:
+        raise Decline("transformers prepared no cache")
+    cache = inputs[cache_name]
+    if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0:
+        raise Decline(f"a {type(cache).__name__} given by the caller or by cache_implementation")
+    known = {"attention_mask", "position_ids", "cache_position", "inputs_embeds", "logits_to_keep", "use_cache", *CACHE_NAMES}
+    if other := sorted(name for name, value in inputs.items() if value is not None and name not in known):
+        raise Decline(f"model inputs {', '.join(other)} are not known to the native step")
+    embeds = inputs.get("inputs_embeds")
+    rows, tokens = input_ids.shape if embeds is None else embeds.shape[:2]
+    if embeds is not None and input_ids.shape[1] not in (0, tokens):
+        raise Decline("input_ids and inputs_embeds of different lengths")
+    if rows > MAX_ROWS:
+        raise Decline(f"{rows} rows, the native step takes up to {MAX_ROWS}")
+    mask = inputs.get("attention_mask")
+    first = left_padding(mask, rows, tokens)
+    if first is None:
+        raise Decline("the attention mask has holes")
+    positions = inputs.get("position_ids")
+    if positions is not None:
+        expected = (torch.arange(tokens)[None] - first[:, None]).clamp(min=0)
+        real = torch.arange(tokens)[None] >= first[:, None]
+        if positions.shape != (rows, tokens) and positions.shape != (1, tokens) or not bool(
+            ((positions == expected) | ~real).all()
+        ):
+            raise Decline("position_ids that do not count the real tokens from 0")
+    limit = engine.max_positions
+    longest = int((tokens - first).max()) + rule.max_new_tokens
+    if limit is not None and longest > limit:
+        raise Decline(f"{longest} positions, this model's tables end at {limit}")
+    return Request(rule, cache_name, first, tokens)
+
+
+def prefill(model: Any, input_ids: torch.Tensor, config: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """The model's own forward over the prompt: its last logits, f32 `[rows, V]`."""
+    if hasattr(model, "_prefill"):
+        outputs = model._prefill(input_ids, config, inputs, is_first_iteration=True)
+    else:  # transformers 4.57
+        inputs = model._get_initial_cache_position(input_ids.shape[1], input_ids.device, inputs)
+        outputs = model(**model.prepare_inputs_for_generation(input_ids, **inputs), return_dict=True)
+    logits: torch.Tensor = outputs.logits[:, -1].to(dtype=torch.float32)
+    return logits
+
+
+class Recorder:
+    """Keeps what the caller asked to see of each step and feeds the streamer."""
+
+    def __init__(self, decode: Decode, input_ids: torch.Tensor, processors: Any, config: Any, streamer: Any) -> None:
+        wants = bool(config.return_dict_in_generate)
+        self.scores: list[torch.Tensor] | None = [] if wants and config.output_scores else None
+        self.logits: list[torch.Tensor] | None = [] if wants and config.output_logits else None
+        self._decode, self._ids, self._processors, self._streamer = decode, input_ids, processors, streamer
+
+    @property
+    def every_step(self) -> bool:
+        """Whether each step must be looked at by itself."""
+        return self.scores is not None or self.logits is not None or self._streamer is not None
+
+    def logits_of(self, logits: torch.Tensor, column: int) -> None:
+        """Record the logits from which new token `column` was chosen."""
+        if self.logits is not None:
+            self.logits.append(logits.clone())
+        if self.scores is not None:
+            ids = torch.cat([self._ids, self._decode.state.history[:, :column]], dim=1)
+            self.scores.append((self._processors or LogitsProcessorList())(ids, logits.clone()))
+
+    def stream(self, begin: int, count: int) -> None:
+        """Give new columns to the streamer."""
+        if self._streamer is not None:
+            for column in range(begin, begin + count):
+                self._streamer.put(self._decode.state.history[:, column].clone())
+
+    def __call__(self, begin: int, count: int) -> bool:
+        """Called by the loop after its steps."""
+        if self.every_step:
+            self.logits_of(self._decode.state.logits, begin)
+            self.stream(begin, count)
+        return True
+
+
+def decode(
+    engine: Engine,
+    model: Any,
+    input_ids: torch.Tensor,
+    request: Request,
+    processors: Any,
+    config: Any,
+    streamer: Any,
+    inputs: dict[str, Any],
+) -> Any:
+    """Prefill by the model, decode by the native step; returns what transformers' `_sample` returns."""
+    rows, rule = input_ids.shape[0], request.rule
+    if request.prompt_tokens > 0 and inputs.get("inputs_embeds") is None:
+        check_ids(input_ids, engine.plan.vocab_size)
+    step = engine.step(rows, request.prompt_tokens + rule.max_new_tokens)
+    assert engine.cache is not None
+    prompt = Prompt(engine.cache, request.first)
+    cache = inputs[request.cache_name]
+    divert(cache, engine.plan, prompt)
+    logits = prefill(model, input_ids, config, inputs)
+    wanted = bool(config.return_dict_in_generate)
+    if streamer is not None or (wanted and (config.output_scores or config.output_logits)):
+        rule = dataclasses.replace(rule, check_every=1)
+    lengths = request.prompt_tokens - request.first
+    run = Decode(engine, step, lengths.to(torch.int32), rule)
+    recorder = Recorder(run, input_ids, processors, config, streamer)
+    run.first(logits)
+    recorder.logits_of(logits, 0)
+    recorder.stream(0, 1)
+    result = run.run(recorder if recorder.every_step else None)
+    if streamer is not None:
+        streamer.end()
+    sequences = torch.cat([input_ids, run.state.history[:, : result.columns]], dim=1)
+    if not wanted:
+        return sequences
+    total = request.prompt_tokens + result.columns - 1
+    restore(cache, prompt, run.state.lengths.tolist(), total, engine.dtype)
+    fields = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=None if recorder.scores is None else tuple(recorder.scores),
+        logits=None if recorder.logits is None else tuple(recorder.logits),
+        **{"cache" if "cache" in fields else "past_key_values": cache},
+    )
+
+
+def decoding_method(engine: Engine, log: Callable[[str], None]) -> Callable[..., Any]:
+    """What `generate` calls instead of `_sample`; requests that the native step cannot serve go to the model's own method."""
+
+    def native_decode(
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **inputs: Any,
+    ) -> Any:
+        mode = generation_config.get_generation_mode()
+        try:
+            if mode.name != "GREEDY_SEARCH":
+                raise Decline(f"{mode.value} is left to the model's own generate")
+            if synced_gpus:
+                raise Decline("synced_gpus asks for collective steps")
+            if (problem := engine.problem()) is not None:
+                raise Decline(problem)
+            request = plan_request(engine, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+        except Decline as reason:
+            log(str(reason))
+            own = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+            return own(
+                model,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **inputs,
+            )
+        return decode(engine, model, input_ids, request, logits_processor, generation_config, streamer, inputs)
+
+    return native_decode
+
+
+def own_mode(model: nn.Module, config: Any, kwargs: dict[str, Any]) -> str | None:
+    """A reason to leave a call to transformers before anything is prepared, or None."""
+    for name in ("assistant_model", "custom_generate", "prefix_allowed_tokens_fn", "negative_prompt_ids", "trust_remote_code"):
+        if kwargs.get(name) is not None:
+            return f"{name} is left to the model's own generate"
+    configs = [config, getattr(model, "generation_config", None)]
+    for name in ("prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "assistant_early_exit", "constraints", "force_words_ids"):
+        if any(value is not None for value in [kwargs.get(name), *(getattr(c, name, None) for c in configs)]):
+            return f"{name} is left to the model's own generate"
+    return None

@@ -1,0 +1,183 @@
+"""`inject`, `eject`, `injected`, `explain`: bind a model to the native step and undo it without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from segki.detect import detect
+from segki.engine import Engine
+from segki.generate import decoding_method, own_mode
+from segki.plan import Detection
+from segki.probe import native_problem
+from segki.rebind import Rebound, clear_copies
+from segki.report import Report, SegmentReport
+from segki.validate import check_inputs
+
+logger = logging.getLogger("segki")
+
+
+class Injection:
+    """What is bound to one model."""
+
+    def __init__(self, report: Report, engine: Engine | None) -> None:
+        self.report = report
+        self.engine = engine
+        self.rebound: list[Rebound] = []
+
+    def fall_back(self, reason: str) -> None:
+        """Note (and log once) why a call goes to the model's own generate."""
+        if reason not in self.report.fallbacks:
+            self.report.fallbacks.append(reason)
+            logger.warning("segki: generate runs the model's own loop: %s", reason)
+
+
+_injections: WeakKeyDictionary[nn.Module, Injection] = WeakKeyDictionary()
+
+
+def injection_of(model: nn.Module) -> Injection | None:
+    """The injection of a model, or None."""
+    return _injections.get(model)
+
+
+def inject(model: nn.Module) -> Report:
+    """Bind the known segments of a loaded causal language model and its `generate`.
+
+    Nothing is copied: the native step reads the model's parameters where they are. Calls of `model.generate` keep their signature
+    and results.
+
+    Parameters
+    ----------
+    model
+        A transformers model with a language-modelling head, any dtype, on the CPU.
+
+    Returns
+    -------
+    Report
+        What runs where and why not; the same that `explain` returns.
+
+    Raises
+    ------
+    TypeError
+        If `model` is not a module with a `generate` method.
+    ValueError
+        If the model is injected already.
+    """
+    if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
+        raise TypeError(f"model: given {type(model).__name__}, accepted a transformers model with a generate method")
+    if model in _injections:
+        raise ValueError(f"model: this {type(model).__name__} is injected already, call segki.eject(model) first")
+    clear_copies(model)
+    detection = detect(model)
+    engine, reasons = bind(model, detection)
+    injection = Injection(make_report(model, detection, engine, reasons), engine)
+    injection.rebound.append(Rebound(model, "generate", rebound_generate(model, injection)))
+    for rebound in injection.rebound:
+        rebound.install()
+    _injections[model] = injection
+    return injection.report
+
+
+def bind(model: nn.Module, detection: Detection) -> tuple[Engine | None, list[str]]:
+    """The native step of a detected model, tried against the model's own forward; or the reasons why there is none."""
+    if detection.plan is None:
+        return None, list(detection.reasons) or ["the model's structure is not known"]
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        return None, [f"the model is on {device}; this build has a native step for cpu"]
+    engine = Engine(model, detection.plan)
+    problem = native_problem(model, engine)
+    engine.release()
+    return (engine, []) if problem is None else (None, [problem])
+
+
+def make_report(model: nn.Module, detection: Detection, engine: Engine | None, reasons: list[str]) -> Report:
+    """The report of a fresh injection."""
+    segments: list[SegmentReport] = []
+    for segment in detection.segments:
+        if engine is not None:
+            segments.append(SegmentReport(segment.module, segment.kind, "native step"))
+        else:
+            why = segment.reason or "the whole step is not native"
+            segments.append(SegmentReport(segment.module, segment.kind, "torch", why))
+    dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "")
+    backend = "" if engine is None else f"{engine.backend.name} ({engine.backend.instruction_set})"
+    return Report(type(model).__name__, 4 if engine is None else 1, segments, reasons, dtype, backend)
+
+
+def rebound_generate(model: nn.Module, injection: Injection) -> Any:
+    """A `generate` with the signature of the model's own."""
+    own = getattr(type(model), "generate")  # noqa: B009 - the class's function, not the instance's attribute
+    vocab = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+
+    @functools.wraps(own)
+    def generate(inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        ids = inputs if inputs is not None else kwargs.get("input_ids")
+        check_inputs(ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), vocab)
+        if injection.engine is None:
+            return own(model, inputs, generation_config, *args, **kwargs)
+        reason = own_mode(model, generation_config, kwargs)
+        if reason is None and args:
+            reason = "positional arguments past generation_config"
+        if reason is not None:
+            injection.fall_back(reason)
+            return own(model, inputs, generation_config, *args, **kwargs)
+        method = decoding_method(injection.engine, injection.fall_back)
+        kwargs.pop("custom_generate", None)
+        return own(model, inputs, generation_config, custom_generate=method, **kwargs)
+
+    return generate
+
+
+def eject(model: nn.Module) -> None:
+    """Undo `inject`: the model is exactly as before and all native memory is given back.
+
+    Raises
+    ------
+    ValueError
+        If the model is not injected.
+    """
+    injection = _injections.pop(model, None)
+    if injection is None:
+        raise ValueError(f"model: this {type(model).__name__} is not injected")
+    for rebound in reversed(injection.rebound):
+        rebound.remove()
+    if injection.engine is not None:
+        injection.engine.release()
+
+
+@contextlib.contextmanager
+def injected(model: nn.Module) -> Iterator[Report]:
+    """`inject` for the length of a `with` block."""
+    report = inject(model)
+    try:
+        yield report
+    finally:
+        eject(model)
+
+
+def explain(model: nn.Module) -> Report:
+    """The report of an injected model; for another model, what `inject` would do (the model is left untouched)."""
+    injection = _injections.get(model)
+    if injection is not None:
+        return injection.report
+    with injected(model) as report:
+        return report
+
+
+def generate(model: nn.Module, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+    """One `generate` call on the native step without touching `model.generate` (an injected model is used as it is).
+
+    Same arguments and results as transformers' `model.generate`. Detection runs at every call: for more than one call, `inject`.
+    """
+    if model in _injections:
+        return model.generate(input_ids, **kwargs)  # type: ignore[operator]
+    with injected(model):
+        return model.generate(input_ids, **kwargs)  # type: ignore[operator]
