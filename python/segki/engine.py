@@ -22,9 +22,6 @@ class BoundWeight:
 
     ref: ParamRef
     address: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,6 @@ class Engine:
         self.cache: _segki.HybridCache | None = None
         self._steps: dict[int, Step] = {}
         self._weights: list[BoundWeight] = []
-        self._modules = list(model.modules())
-        self._types = [type(module) for module in self._modules]
         self.dtype = resolve(model, plan.embedding.weight).dtype
         self.bind()
 
@@ -68,42 +63,12 @@ class Engine:
         self._steps.clear()
         self._weights = []
         for ref in parameter_refs(self.plan):
-            tensor = resolve(self.model, ref)
-            self._weights.append(
-                BoundWeight(ref, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            )
+            self._weights.append(BoundWeight(ref, resolve(self.model, ref).data_ptr()))
 
-    def problem(self) -> str | None:
-        """Why the native step must not run now; rebinds when weights have moved.
-
-        In-place updates need nothing. Another module, hook, shape, dtype or device than at injection is a reason to decline.
-        """
-        modules = list(self.model.modules())
-        if len(modules) != len(self._modules) or any(
-            a is not b for a, b in zip(modules, self._modules, strict=True)
-        ):
-            return "the module tree has changed since injection (an adapter?); eject and inject again"
-        for module, kind in zip(modules, self._types, strict=True):
-            if type(module) is not kind:
-                return f"a {kind.__name__} has become a {type(module).__name__} since injection"
-            if module._forward_hooks or module._forward_pre_hooks:
-                return f"a forward hook is registered on a {kind.__name__}, which the native step would not call"
-        moved = False
-        for bound in self._weights:
-            tensor = resolve(self.model, bound.ref)
-            if tensor.dtype != bound.dtype or tensor.shape != bound.shape or tensor.device.type != "cpu":
-                return (
-                    f"parameter {bound.ref.name!r} is now {tensor.dtype} {list(tensor.shape)} on {tensor.device}, "
-                    f"it was {bound.dtype} {list(bound.shape)} on cpu at injection"
-                )
-            if tensor.stride() != bound.stride:
-                return f"parameter {bound.ref.name!r} is not contiguous any more"
-            moved = moved or tensor.data_ptr() != bound.address
-        if moved:
+    def follow_weights(self) -> None:
+        """Build the programs again if a weight lies elsewhere than when they were built; in-place updates need nothing."""
+        if any(resolve(self.model, bound.ref).data_ptr() != bound.address for bound in self._weights):
             self.bind()
-        if self.model.training and (what := dropout(modules)) is not None:
-            return f"the model is in training mode and has dropout ({what})"
-        return None
 
     def step(self, rows: int, tokens: int) -> Step:
         """A step of `rows` rows with room for `tokens` tokens a row (prompt and new); cache and programs are kept between calls.
@@ -169,6 +134,8 @@ class Decode:
         i32 `[rows]`: tokens of each row that are in the cache (without padding).
     forced
         i64 `[rows, T]` or None: take these tokens instead of choosing (teacher forcing).
+    advance_finished
+        Stopped rows go on with pad tokens, as in transformers; else their state stands still.
     """
 
     def __init__(
@@ -179,6 +146,7 @@ class Decode:
         rule: StopSpec,
         with_log_prob: bool = False,
         forced: torch.Tensor | None = None,
+        advance_finished: bool = False,
     ) -> None:
         self.state = step.state
         state = step.state
@@ -200,6 +168,7 @@ class Decode:
         if forced is not None:
             args.forced = view(forced)
         args.pad, args.min_new_tokens, args.max_new_tokens = rule.pad, rule.min_new_tokens, rule.max_new_tokens
+        args.advance_finished = int(advance_finished)
         chooser = _segki.StepProgramBuilder(engine.backend)
         chooser.add(args)
         self._choose = chooser.finish()
@@ -219,17 +188,6 @@ class Decode:
     def run(self, on_tokens: object = None) -> _segki.DecodeResult:
         """Run to the end. `on_tokens(begin, count)` is told of new columns of `state.history`; it returns False to end the loop."""
         return self._loop.run(1, on_tokens)
-
-
-def dropout(modules: list[nn.Module]) -> str | None:
-    """The first dropout that is active in training mode, described."""
-    for module in modules:
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            return f"Dropout({module.p})"
-        rate = getattr(module, "attention_dropout", None)
-        if isinstance(rate, float) and rate > 0:
-            return f"attention_dropout={rate}"
-    return None
 
 
 def parameter_refs(plan: object) -> list[ParamRef]:

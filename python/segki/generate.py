@@ -205,7 +205,7 @@ def decode(
     if streamer is not None or (wanted and (config.output_scores or config.output_logits)):
         rule = dataclasses.replace(rule, check_every=1)
     lengths = request.prompt_tokens - request.first
-    run = Decode(engine, step, lengths.to(torch.int32), rule)
+    run = Decode(engine, step, lengths.to(torch.int32), rule, advance_finished=wanted)
     recorder = Recorder(run, input_ids, processors, config, streamer)
     run.first(logits)
     recorder.logits_of(logits, 0)
@@ -217,7 +217,8 @@ def decode(
     if not wanted:
         return sequences
     total = request.prompt_tokens + result.columns - 1
-    restore(cache, prompt, run.state.lengths.tolist(), total, engine.dtype)
+    held = torch.minimum(run.state.lengths, total - request.first)  # steps past the last row's end do not count
+    restore(cache, prompt, held.tolist(), total, engine.dtype)
     fields = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
@@ -227,8 +228,11 @@ def decode(
     )
 
 
-def decoding_method(engine: Engine, log: Callable[[str], None]) -> Callable[..., Any]:
-    """What `generate` calls instead of `_sample`; requests that the native step cannot serve go to the model's own method."""
+def decoding_method(ready: Callable[[], Engine], log: Callable[[str], None], streamer: Any) -> Callable[..., Any]:
+    """What `generate` calls instead of `_sample`; requests that the native step cannot serve go to the model's own method.
+
+    `ready` gives the engine, checked against the model as it is now, or raises `Decline`.
+    """
 
     def native_decode(
         model: Any,
@@ -236,18 +240,13 @@ def decoding_method(engine: Engine, log: Callable[[str], None]) -> Callable[...,
         logits_processor: Any = None,
         stopping_criteria: Any = None,
         generation_config: Any = None,
-        synced_gpus: bool = False,
-        streamer: Any = None,
         **inputs: Any,
     ) -> Any:
         mode = generation_config.get_generation_mode()
         try:
             if mode.name != "GREEDY_SEARCH":
                 raise Decline(f"{mode.value} is left to the model's own generate")
-            if synced_gpus:
-                raise Decline("synced_gpus asks for collective steps")
-            if (problem := engine.problem()) is not None:
-                raise Decline(problem)
+            engine = ready()
             request = plan_request(engine, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
         except Decline as reason:
             log(str(reason))
@@ -258,8 +257,7 @@ def decoding_method(engine: Engine, log: Callable[[str], None]) -> Callable[...,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
-                synced_gpus=synced_gpus,
-                streamer=streamer,
+                **({} if streamer is None else {"streamer": streamer}),
                 **inputs,
             )
         return decode(engine, model, input_ids, request, logits_processor, generation_config, streamer, inputs)
@@ -269,7 +267,8 @@ def decoding_method(engine: Engine, log: Callable[[str], None]) -> Callable[...,
 
 def own_mode(model: nn.Module, config: Any, kwargs: dict[str, Any]) -> str | None:
     """A reason to leave a call to transformers before anything is prepared, or None."""
-    for name in ("assistant_model", "custom_generate", "prefix_allowed_tokens_fn", "negative_prompt_ids", "trust_remote_code"):
+    for name in ("assistant_model", "custom_generate", "prefix_allowed_tokens_fn", "negative_prompt_ids", "trust_remote_code", "tokenizer",
+                 "synced_gpus"):
         if kwargs.get(name) is not None:
             return f"{name} is left to the model's own generate"
     configs = [config, getattr(model, "generation_config", None)]

@@ -7,30 +7,58 @@ import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from segki.detect import detect
+from segki.detect.guard import hooked, module_problem
 from segki.engine import Engine
-from segki.generate import decoding_method, own_mode
+from segki.generate import Decline, decoding_method, own_mode
 from segki.plan import Detection
 from segki.probe import native_problem
 from segki.rebind import Rebound, clear_copies
 from segki.report import Report, SegmentReport
 from segki.validate import check_inputs
+from segki.watch import Watch
 
 logger = logging.getLogger("segki")
 
 
 class Injection:
-    """What is bound to one model."""
+    """What is bound to one model; lives in the model's rebound `generate`."""
 
-    def __init__(self, report: Report, engine: Engine | None) -> None:
-        self.report = report
-        self.engine = engine
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.rebound: list[Rebound] = []
+        self.engine: Engine | None = None
+        self.report = self.bind()
+
+    def bind(self) -> Report:
+        """Detect the model as it is now and build its native step."""
+        if self.engine is not None:
+            self.engine.release()
+        detection = detect(self.model)
+        self.engine, reasons = native_engine(self.model, detection)
+        self.watch = Watch(self.model)
+        return make_report(self.model, detection, self.engine, reasons)
+
+    def ready(self) -> Engine:
+        """The engine, bound to the model as it is now; raises `Decline` when there is none."""
+        change = self.watch.change(self.model)
+        if change is not None:
+            logger.info("segki: binding again: %s since injection", change)
+            fresh, fallbacks = self.bind(), self.report.fallbacks
+            vars(self.report).update(vars(fresh) | {"fallbacks": fallbacks})
+        if self.engine is None:
+            raise Decline("; ".join(self.report.reasons))
+        for name, module in self.model.named_modules():
+            if hooked(module):
+                raise Decline(f"a forward hook is registered on {name or type(module).__name__}")
+            if module.training and (problem := module_problem(name, module)) is not None:
+                raise Decline(problem)
+        self.engine.follow_weights()
+        return self.engine
 
     def fall_back(self, reason: str) -> None:
         """Note (and log once) why a call goes to the model's own generate."""
@@ -39,12 +67,13 @@ class Injection:
             logger.warning("segki: generate runs the model's own loop: %s", reason)
 
 
-_injections: WeakKeyDictionary[nn.Module, Injection] = WeakKeyDictionary()
-
-
 def injection_of(model: nn.Module) -> Injection | None:
     """The injection of a model, or None."""
-    return _injections.get(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: given {type(model).__name__}, accepted a transformers model")
+    rebound = vars(model).get("generate")
+    owner = rebound.owner if isinstance(rebound, Rebound) else None
+    return owner if isinstance(owner, Injection) else None
 
 
 def inject(model: nn.Module) -> Report:
@@ -72,20 +101,19 @@ def inject(model: nn.Module) -> Report:
     """
     if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
         raise TypeError(f"model: given {type(model).__name__}, accepted a transformers model with a generate method")
-    if model in _injections:
+    if injection_of(model) is not None:
         raise ValueError(f"model: this {type(model).__name__} is injected already, call segki.eject(model) first")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("model: some parameters are on the meta device, accepted a model whose weights are loaded")
     clear_copies(model)
-    detection = detect(model)
-    engine, reasons = bind(model, detection)
-    injection = Injection(make_report(model, detection, engine, reasons), engine)
-    injection.rebound.append(Rebound(model, "generate", rebound_generate(model, injection)))
+    injection = Injection(model)
+    injection.rebound.append(Rebound(model, "generate", rebound_generate(model, injection), injection))
     for rebound in injection.rebound:
         rebound.install()
-    _injections[model] = injection
     return injection.report
 
 
-def bind(model: nn.Module, detection: Detection) -> tuple[Engine | None, list[str]]:
+def native_engine(model: nn.Module, detection: Detection) -> tuple[Engine | None, list[str]]:
     """The native step of a detected model, tried against the model's own forward; or the reasons why there is none."""
     if detection.plan is None:
         return None, list(detection.reasons) or ["the model's structure is not known"]
@@ -115,21 +143,19 @@ def make_report(model: nn.Module, detection: Detection, engine: Engine | None, r
 def rebound_generate(model: nn.Module, injection: Injection) -> Any:
     """A `generate` with the signature of the model's own."""
     own = getattr(type(model), "generate")  # noqa: B009 - the class's function, not the instance's attribute
-    vocab = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
 
     @functools.wraps(own)
     def generate(inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         ids = inputs if inputs is not None else kwargs.get("input_ids")
-        check_inputs(ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), vocab)
-        if injection.engine is None:
-            return own(model, inputs, generation_config, *args, **kwargs)
+        embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+        check_inputs(embedding, ids, kwargs)
         reason = own_mode(model, generation_config, kwargs)
         if reason is None and args:
             reason = "positional arguments past generation_config"
         if reason is not None:
             injection.fall_back(reason)
             return own(model, inputs, generation_config, *args, **kwargs)
-        method = decoding_method(injection.engine, injection.fall_back)
+        method = decoding_method(injection.ready, injection.fall_back, kwargs.get("streamer"))
         kwargs.pop("custom_generate", None)
         return own(model, inputs, generation_config, custom_generate=method, **kwargs)
 
@@ -144,7 +170,7 @@ def eject(model: nn.Module) -> None:
     ValueError
         If the model is not injected.
     """
-    injection = _injections.pop(model, None)
+    injection = injection_of(model)
     if injection is None:
         raise ValueError(f"model: this {type(model).__name__} is not injected")
     for rebound in reversed(injection.rebound):
@@ -165,7 +191,7 @@ def injected(model: nn.Module) -> Iterator[Report]:
 
 def explain(model: nn.Module) -> Report:
     """The report of an injected model; for another model, what `inject` would do (the model is left untouched)."""
-    injection = _injections.get(model)
+    injection = injection_of(model)
     if injection is not None:
         return injection.report
     with injected(model) as report:
@@ -177,7 +203,7 @@ def generate(model: nn.Module, input_ids: torch.Tensor, **kwargs: Any) -> Any:
 
     Same arguments and results as transformers' `model.generate`. Detection runs at every call: for more than one call, `inject`.
     """
-    if model in _injections:
+    if injection_of(model) is not None:
         return model.generate(input_ids, **kwargs)  # type: ignore[operator]
     with injected(model):
         return model.generate(input_ids, **kwargs)  # type: ignore[operator]

@@ -16,10 +16,13 @@ class Rebound:
     behaves like a model that was never injected.
     """
 
-    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, function: Callable[..., Any] | None = None, owner: object = None
+    ) -> None:
         self.module = module
         self.name = name
         self.function = function
+        self.owner = owner  # whoever installed it; not carried over to copies
         self.previous = module.__dict__.get(name) if function is not None else None
 
     @property

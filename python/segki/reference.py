@@ -139,8 +139,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, kind: RopeKind, *, round_products:
     round_products
         True: the table, both products and their sum are rounded; False: fp32 with one rounding at the end.
     """
-    half = cos.shape[-1]
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    half, cos, sin = cos.shape[-1], cos.unsqueeze(-2), sin.unsqueeze(-2)
     rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
     if round_products:
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from segki.cache import Prompt, divert
-from segki.generate import CACHE_NAMES
+from segki.generate import CACHE_NAMES, Decline
 from segki.inject import injection_of
 from segki.probe import forced_decode
 from segki.validate import left_padding
@@ -41,16 +41,21 @@ def teacher_forced_logits(
     from transformers.cache_utils import DynamicCache
 
     injection = injection_of(model)
-    if injection is None or injection.engine is None:
-        raise RuntimeError("teacher_forced_logits: the model has no native step")
-    engine: Any = injection.engine
-    if (problem := engine.problem()) is not None:
-        raise RuntimeError(f"teacher_forced_logits: {problem}")
+    if injection is None:
+        raise RuntimeError("teacher_forced_logits: the model is not injected")
+    try:
+        engine = injection.ready()
+    except Decline as reason:
+        raise RuntimeError(f"teacher_forced_logits: {reason}") from reason
     rows, tokens = input_ids.shape
     first = left_padding(attention_mask, rows, tokens)
     if first is None:
         raise RuntimeError("teacher_forced_logits: the attention mask has holes")
+    limit = engine.max_positions
+    if limit is not None and tokens + forced_tokens.shape[1] > limit:
+        raise RuntimeError(f"teacher_forced_logits: {tokens + forced_tokens.shape[1]} positions, this model's tables end at {limit}")
     engine.step(rows, tokens + forced_tokens.shape[1])
+    assert engine.cache is not None
     cache = DynamicCache(config=model.config)
     divert(cache, engine.plan, Prompt(engine.cache, first))
     name = next(name for name in CACHE_NAMES if name in inspect.signature(type(model).forward).parameters)

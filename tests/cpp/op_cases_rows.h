@@ -33,7 +33,8 @@ class Tensor {
   static constexpr std::size_t kGuard = 64;
 
   // `gap`: elements between one row (first dimension) and the next.
-  Tensor(DType dtype, const Shape& shape, std::int64_t gap = 0) : Tensor(dtype, shape, Shape(), gap) {}
+  Tensor(DType dtype, const Shape& shape, std::int64_t gap = 0)
+      : Tensor(dtype, shape, Shape(), gap) {}
   Tensor(DType dtype, const Shape& shape, const Shape& stride, std::int64_t gap = 0) {
     view_.dtype = dtype;
     view_.rank = static_cast<std::int32_t>(shape.size());
@@ -56,7 +57,8 @@ class Tensor {
   std::vector<std::byte>& bytes() { return bytes_; }
 
   Tensor& fill(const std::function<double()>& value) {
-    reference::for_each(view_, [&](std::int64_t offset) { reference::set(view_, offset, value()); });
+    reference::for_each(view_,
+                        [&](std::int64_t offset) { reference::set(view_, offset, value()); });
     return *this;
   }
 
@@ -104,8 +106,8 @@ struct Problem {
  private:
   static void take_row(TensorView& view, std::int64_t r) {
     if (!view.present()) return;
-    view.data = view.as<char>() +
-                r * view.stride[0] * static_cast<std::int64_t>(size_of(view.dtype));
+    view.data =
+        view.as<char>() + r * view.stride[0] * static_cast<std::int64_t>(size_of(view.dtype));
     view.shape[0] = 1;
   }
 };
@@ -114,11 +116,11 @@ struct Problem {
 class Scratch {
  public:
   explicit Scratch(std::size_t bytes)
-      : data_(bytes == 0 ? nullptr : ::operator new(bytes, std::align_val_t{64})) {
+      : data_(bytes == 0 ? nullptr : ::operator new (bytes, std::align_val_t{64})) {
     if (data_ != nullptr) std::memset(data_, 0xFF, bytes);
   }
   ~Scratch() {
-    if (data_ != nullptr) ::operator delete(data_, std::align_val_t{64});
+    if (data_ != nullptr) ::operator delete (data_, std::align_val_t{64});
   }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -131,9 +133,8 @@ class Scratch {
 // Calls the kernel once for each part, last part first: parts are independent.
 template <typename Args>
 std::int32_t run_kernel(const BackendTable& table, const Args& args, std::int32_t parts = 1) {
-  const Scratch scratch(table.scratch_bytes == nullptr
-                            ? 0
-                            : table.scratch_bytes(OpTraits<Args>::kId, &args));
+  const Scratch scratch(
+      table.scratch_bytes == nullptr ? 0 : table.scratch_bytes(OpTraits<Args>::kId, &args));
   std::int32_t code = 0;
   for (std::int32_t part = parts; part-- > 0;) {
     const Exec exec = {nullptr, part, parts, scratch.data()};
@@ -224,9 +225,8 @@ inline std::unique_ptr<Problem<SumNormArgs>> make_problem(const SumNormCase& c, 
   SumNormArgs& a = p->args;
   a.count = c.count;
   for (int t = 0; t < c.count; ++t) {
-    a.terms[t] = p->tensor(dtype, Shape{n.rows, n.size}, n.gap + t)
-                     .fill([&] { return normal(rng); })
-                     .view();
+    a.terms[t] =
+        p->tensor(dtype, Shape{n.rows, n.size}, n.gap + t).fill([&] { return normal(rng); }).view();
     a.scales[t] = c.scales[t];
   }
   a.sum = c.sum_is_term >= 0 ? a.terms[c.sum_is_term]
@@ -295,21 +295,28 @@ struct RopeCase {
 };
 
 inline std::vector<RopeCase> rope_cases() {
-  using enum NormKind;
-  using enum RopeKind;
-  constexpr RopeKind kPlain = RopeKind::kNone;
-  constexpr NormKind kNoNorm = NormKind::kNone;
+  constexpr NormKind kNoNorm = NormKind::kNone, kRms = NormKind::kRms, kLayer = NormKind::kLayer;
+  constexpr RopeKind kPlain = RopeKind::kNone, kNeox = RopeKind::kNeox;
+  constexpr RopeKind kInterleaved = RopeKind::kInterleaved;
   return {
-      {1, 3, 3, 64, 64, 64, kNeox, true, kNoNorm, false, false, false, 0, false, false, false, 40, false},
+      {1, 3, 3, 64, 64, 64, kNeox, true, kNoNorm, false, false, false, 0, false, false, false, 40,
+       false},
       {8, 2, 4, 96, 80, 48, kNeox, false, kRms, true, false, false, 1, false, true, false, 9, true},
-      {3, 1, 1, 20, 12, 12, kInterleaved, true, kNoNorm, false, false, false, 0, false, false, true, 16, false},
-      {5, 2, 1, 66, 66, 66, kInterleaved, false, kRms, false, false, true, 1, false, true, false, 8, true},
+      {3, 1, 1, 20, 12, 12, kInterleaved, true, kNoNorm, false, false, false, 0, false, false, true,
+       16, false},
+      {5, 2, 1, 66, 66, 66, kInterleaved, false, kRms, false, false, true, 1, false, true, false, 8,
+       true},
       {2, 4, 2, 33, 31, 22, kNeox, true, kRms, true, true, false, 1, false, false, true, 30, false},
-      {3, 2, 3, 24, 24, 24, kNeox, true, kLayer, false, true, true, 1, true, true, false, 30, false},
-      {4, 3, 2, 40, 40, 40, kNeox, true, kLayer, false, false, false, 2, true, false, false, 30, false},
-      {64, 1, 2, 16, 16, 0, kPlain, true, kRms, true, false, false, 0, false, false, false, 12, true},
-      {2, 2, 2, 48, 32, 0, kPlain, true, kNoNorm, false, false, false, 0, false, false, true, 12, false},
-      {2, 2, 2, 48, 32, 0, kPlain, true, kNoNorm, false, false, false, 0, false, true, false, 12, false},
+      {3, 2, 3, 24, 24, 24, kNeox, true, kLayer, false, true, true, 1, true, true, false, 30,
+       false},
+      {4, 3, 2, 40, 40, 40, kNeox, true, kLayer, false, false, false, 2, true, false, false, 30,
+       false},
+      {64, 1, 2, 16, 16, 0, kPlain, true, kRms, true, false, false, 0, false, false, false, 12,
+       true},
+      {2, 2, 2, 48, 32, 0, kPlain, true, kNoNorm, false, false, false, 0, false, false, true, 12,
+       false},
+      {2, 2, 2, 48, 32, 0, kPlain, true, kNoNorm, false, false, false, 0, false, true, false, 12,
+       false},
   };
 }
 
@@ -317,7 +324,8 @@ inline std::unique_ptr<Problem<RopeKvWriteArgs>> make_problem(const RopeCase& c,
                                                               Rng& rng) {
   auto p = std::make_unique<Problem<RopeKvWriteArgs>>();
   p->name = "rope_kv_write rows " + std::to_string(c.rows) + " heads " +
-            std::to_string(c.kv_heads) + "x" + std::to_string(c.group) + "x" + std::to_string(c.dim);
+            std::to_string(c.kv_heads) + "x" + std::to_string(c.group) + "x" +
+            std::to_string(c.dim);
   p->rows = c.rows;
   RopeKvWriteArgs& a = p->args;
   const auto random = [&] { return normal(rng); };
@@ -394,8 +402,8 @@ inline std::unique_ptr<Problem<RopeKvWriteArgs>> make_problem(const RopeCase& c,
 
 struct AttentionCase {
   std::int64_t rows, kv_heads, group, dim, v_dim;
-  std::int64_t length;        // of the cache
-  std::int64_t low, high;     // lengths
+  std::int64_t length;     // of the cache
+  std::int64_t low, high;  // lengths
   std::int64_t window;
   float softcap;
   bool gate, slots, first;
@@ -452,7 +460,8 @@ inline std::unique_ptr<Problem<AttentionArgs>> make_problem(const AttentionCase&
   a.k_cache = p->tensor(dtype, Shape{slots, c.kv_heads, c.length, c.dim}).view();
   a.v_cache = p->tensor(dtype, Shape{slots, c.kv_heads, c.length, c.v_dim}).view();
   for (std::int64_t r = 0; r < c.rows; ++r) {
-    for (std::int64_t t = reference::first_key(a, r); t <= reference::row_value(a.lengths, r); ++t) {
+    for (std::int64_t t = reference::first_key(a, r); t <= reference::row_value(a.lengths, r);
+         ++t) {
       for (const TensorView* cache : {&a.k_cache, &a.v_cache}) {
         for (std::int64_t h = 0; h < c.kv_heads; ++h) {
           for (std::int64_t d = 0; d < cache->shape[3]; ++d) {

@@ -1,5 +1,5 @@
-// The ops that work on rows, in double precision with the rounding points of ops.h, one element at a
-// time.
+// The ops that work on rows, in double precision with the rounding points of ops.h, one element at
+// a time.
 #pragma once
 
 #include <algorithm>
@@ -66,8 +66,8 @@ inline double get(const TensorView& view, std::int64_t at) {
       const int bits = view.as<std::uint16_t>()[at];
       const int exponent = bits >> 10 & 31;
       const double fraction = bits & 1023;
-      double value = std::ldexp(exponent == 0 ? fraction : fraction + 1024,
-                                std::max(exponent, 1) - 25);
+      double value =
+          std::ldexp(exponent == 0 ? fraction : fraction + 1024, std::max(exponent, 1) - 25);
       if (exponent == 31) {
         value = fraction == 0 ? std::numeric_limits<double>::infinity()
                               : std::numeric_limits<double>::quiet_NaN();
@@ -226,15 +226,15 @@ inline std::vector<Expected> expected(const EmbeddingArgs& a) {
   std::vector<Expected> all;
   const DType dtype = a.out.dtype;
   for (std::int64_t r = 0; r < a.out.shape[0]; ++r) {
-    const std::int64_t token = std::clamp(row_value(a.tokens, r), std::int64_t{0},
-                                          a.table.shape[0] - 1);
+    const std::int64_t token =
+        std::clamp(row_value(a.tokens, r), std::int64_t{0}, a.table.shape[0] - 1);
     Row x = row_of(a.table, token);
     for (std::size_t i = 0; i < x.size(); ++i) {
       x[i] = rounded(dtype, x[i] * static_cast<double>(a.scale));
       if (a.position_table.present()) {
-        x[i] = rounded(dtype, x[i] + at(a.position_table,
-                                        row_value(a.positions, r) + a.position_offset,
-                                        static_cast<std::int64_t>(i)));
+        x[i] = rounded(dtype,
+                       x[i] + at(a.position_table, row_value(a.positions, r) + a.position_offset,
+                                 static_cast<std::int64_t>(i)));
       }
     }
     expect_row(all, a.out, r, x, a.position_table.present() ? 1.0 : 0.0);
@@ -291,16 +291,16 @@ inline std::vector<Expected> expected(const RopeKvWriteArgs& a) {
   std::vector<Expected> all;
   const auto row = [](const TensorView& view, std::int64_t r) {
     TensorView one = view;
-    one.data = view.as<char>() +
-               r * view.stride[0] * static_cast<std::int64_t>(size_of(view.dtype));
+    one.data =
+        view.as<char>() + r * view.stride[0] * static_cast<std::int64_t>(size_of(view.dtype));
     one.shape[0] = 1;
     return vector_of(one);
   };
   for (std::int64_t r = 0; r < a.q.shape[0]; ++r) {
     const std::int64_t index = row_value(a.lengths, r) % a.k_cache.shape[2];
     const std::int64_t slot = slot_of(a.slots, r);
-    const Row q = rope_row(a, r, row(a.q, r), a.q_norm, a.q_weight, a.q_bias,
-                           a.position_scale.present());
+    const Row q =
+        rope_row(a, r, row(a.q, r), a.q_norm, a.q_weight, a.q_bias, a.position_scale.present());
     const Row k = rope_row(a, r, row(a.k, r), a.k_norm, a.k_weight, a.k_bias, false);
     const Row v = row(a.v, r);
     // Sums that cancel, and norms of them, err by the size of a typical element.
@@ -311,13 +311,11 @@ inline std::vector<Expected> expected(const RopeKvWriteArgs& a) {
     }
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(k.size()); ++i) {
       const double value = k[static_cast<std::size_t>(i)];
-      all.push_back({a.k_cache,
-                     offset(a.k_cache, slot, i / a.k.shape[2], index, i % a.k.shape[2]), value,
-                     std::max(std::abs(value), 2.0)});
+      all.push_back({a.k_cache, offset(a.k_cache, slot, i / a.k.shape[2], index, i % a.k.shape[2]),
+                     value, std::max(std::abs(value), 2.0)});
     }
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(v.size()); ++i) {
-      all.push_back({a.v_cache,
-                     offset(a.v_cache, slot, i / a.v.shape[2], index, i % a.v.shape[2]),
+      all.push_back({a.v_cache, offset(a.v_cache, slot, i / a.v.shape[2], index, i % a.v.shape[2]),
                      v[static_cast<std::size_t>(i)], 0.0});
     }
   }

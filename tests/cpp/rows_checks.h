@@ -22,6 +22,10 @@ inline std::uint64_t fresh_seed() {
   return given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device()();
 }
 
+inline const char* text_of(DType dtype) {
+  return dtype == DType::kF32 ? "f32" : dtype == DType::kBF16 ? "bf16" : "f16";
+}
+
 // As a power of two: no result is further away from the reference than two steps of its dtype.
 inline double tolerance(DType dtype) {
   if (dtype == DType::kBF16) return 0x1p-6;
@@ -42,14 +46,21 @@ void check_values(const std::vector<reference::Expected>& expected, DType dtype)
   }
   EXPECT_EQ(wrong, 0u);
   // A rounding point left out or added moves far more results to a neighbour than fp32 does.
-  if (dtype != DType::kF32) EXPECT_LE(different, 2 + expected.size() / 100) << expected.size();
+  if (dtype != DType::kF32) {
+    EXPECT_LE(different, 2 + expected.size() / 100) << expected.size();
+  }
+}
+
+// Zeroes the elements that an op writes.
+inline void erase(const std::vector<reference::Expected>& expected) {
+  for (const reference::Expected& e : expected) reference::set(e.view, e.offset, 0.0);
 }
 
 template <typename Case>
 void check_case(const Case& c, DType dtype, const BackendTable& table, Rng& rng) {
   const auto problem = make_problem(c, dtype, rng);
   using Args = std::decay_t<decltype(problem->args)>;
-  SCOPED_TRACE(problem->name + " " + name_of(dtype) + " " + table.instruction_set);
+  SCOPED_TRACE(problem->name + " " + text_of(dtype) + " " + table.instruction_set);
   const std::vector<reference::Expected> expected = reference::expected(problem->args);
   const std::vector<std::byte> before = problem->bytes();
   ASSERT_EQ(run_kernel(table, problem->args), 0);
@@ -69,24 +80,14 @@ void check_case(const Case& c, DType dtype, const BackendTable& table, Rng& rng)
 
   // With the written elements put back, nothing has changed.
   problem->restore(after);
-  std::vector<std::byte> poisoned(after.size());
-  for (const reference::Expected& e : expected) {
-    std::memset(e.view.template as<char>() +
-                    e.offset * static_cast<std::int64_t>(size_of(e.view.dtype)),
-                0, size_of(e.view.dtype));
-  }
+  erase(expected);
   const std::vector<std::byte> rest = problem->bytes();
   problem->restore(before);
-  for (const reference::Expected& e : expected) {
-    std::memset(e.view.template as<char>() +
-                    e.offset * static_cast<std::int64_t>(size_of(e.view.dtype)),
-                0, size_of(e.view.dtype));
-  }
+  erase(expected);
   EXPECT_TRUE(problem->bytes() == rest) << "wrote outside of its output";
 }
 
-class OnInstructionSet
-    : public ::testing::TestWithParam<std::tuple<const char*, DType>> {
+class OnInstructionSet : public ::testing::TestWithParam<std::tuple<const char*, DType>> {
  protected:
   void SetUp() override {
     const std::string set = std::get<0>(GetParam());
@@ -116,14 +117,14 @@ class OnInstructionSet
 
 inline std::string parameter_name(
     const ::testing::TestParamInfo<std::tuple<const char*, DType>>& info) {
-  return std::string(std::get<0>(info.param)) + "_" + name_of(std::get<1>(info.param));
+  return std::string(std::get<0>(info.param)) + "_" + text_of(std::get<1>(info.param));
 }
 
-#define SEGKI_INSTANTIATE_ON_INSTRUCTION_SETS(Suite)                                             \
-  INSTANTIATE_TEST_SUITE_P(                                                                      \
-      , Suite,                                                                                   \
-      ::testing::Combine(::testing::Values("avx512", "avx2", "generic"),                         \
-                         ::testing::Values(DType::kF32, DType::kBF16, DType::kF16)),             \
+#define SEGKI_INSTANTIATE_ON_INSTRUCTION_SETS(Suite)                                 \
+  INSTANTIATE_TEST_SUITE_P(                                                          \
+      , Suite,                                                                       \
+      ::testing::Combine(::testing::Values("avx512", "avx2", "generic"),             \
+                         ::testing::Values(DType::kF32, DType::kBF16, DType::kF16)), \
       parameter_name)
 
 }  // namespace segki::test

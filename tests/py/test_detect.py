@@ -295,11 +295,11 @@ def test_detection_is_repeatable() -> None:
     assert detect(model) == detect(model)
 
 
-class Fresh(TorchDispatchMode):
+class Fresh(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the shapes of all tensors that operations make, views of what exists left out."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: set[torch.Size] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -50,7 +50,9 @@ struct DecodeResult {
 
 // Every `check_every` steps it looks which rows have stopped, gives new tokens to `on_tokens` and
 // asks `interrupted`; between looks it does nothing but call the replay. Steps run past the last
-// row's end write pad (at most check_every - 1 of them; never more than history has room for).
+// row's end write pad: at most check_every - 1 of them on the host, 2 * check_every - 1 with a Look
+// (whose answer is one interval old), and never more than history has room for. History must be
+// readable by the host up to the column of the latest ended look.
 class SEGKI_EXPORT DecodeLoop {
  public:
   // Throws Error(kInvalidArgument): bad rule, views of wrong dtype or shape, history narrower than

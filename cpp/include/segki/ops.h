@@ -207,13 +207,16 @@ struct ArgmaxArgs {
   TensorView log_prob;  // f32 [rows], optional
 };
 
-// Greedy choice of the next token and the bookkeeping of a step, for each row on its own:
-//   finished[r] != 0:  next[r] = pad; history[r, generated[r]] = pad; generated[r] += 1; nothing
-//   else moves. else: t = argmax over logits (with eos ids excluded while generated[r] <
-//   min_new_tokens);
-//         history, log_prob and next get t; generated, lengths and positions += 1; finished[r] = 1
-//         when t is an eos id, else 2 when generated[r] reaches max_new_tokens, 3 when a logit was
-//         NaN (t is then the NaN's index as torch.argmax gives it).
+// Greedy choice of the next token and the bookkeeping of a step, for each row on its own.
+// A row with finished[r] != 0:
+//   next[r] = pad; history[r, generated[r]] = pad; generated[r] += 1; with `advance_finished` also
+//   lengths[r] and positions[r] += 1 (transformers feeds pad tokens to stopped rows), else its
+//   state stands still.
+// Any other row:
+//   t = argmax over its logits, with eos ids excluded while generated[r] < min_new_tokens;
+//   history, log_prob and next get t; generated, lengths and positions += 1;
+//   finished[r] = 1 when t is an eos id, else 2 when generated[r] reaches max_new_tokens, and 3
+//   when a logit was NaN (t is then the NaN's index as torch.argmax gives it).
 // With `forced` (teacher forcing), t = forced[r, generated[r]] and finished is never set to 1.
 struct SelectTokenArgs {
   TensorView logits;     // f32 [rows, V]
@@ -229,6 +232,7 @@ struct SelectTokenArgs {
   std::int64_t pad = 0;
   std::int32_t min_new_tokens = 0;
   std::int32_t max_new_tokens = 0;
+  std::int32_t advance_finished = 0;
 };
 
 SEGKI_EXPORT void embedding(const Backend& backend, const EmbeddingArgs& args,

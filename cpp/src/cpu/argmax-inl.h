@@ -80,7 +80,7 @@ inline void update_max(const float* HWY_RESTRICT logits, std::int64_t begin, std
 // log(sum(exp(logits - max))), summed in an order that depends on `count` alone.
 inline float log_sum_exp(const float* HWY_RESTRICT logits, std::int64_t count, float max) {
   const DF d;
-  constexpr std::int64_t kBlock = 4096;
+  constexpr std::int64_t kBlock = 128 * kLanes;  // few enough terms to add in fp32
   const auto shift = hn::Set(d, max);
   double total = 0.0;
   for (std::int64_t block = 0; block < count; block += kBlock) {

@@ -45,7 +45,7 @@ namespace segki::cpu {
 namespace HWY_NAMESPACE {
 namespace {
 
-static_assert(kKeyBlock == kAttentionKeyBlock && kKeyBlock % kLanes == 0);
+static_assert(kKeyBlock == kAttentionKeyBlock && kKeyBlock % kLanes == 0 && 16 % kLanes == 0);
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 

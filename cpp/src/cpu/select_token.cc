@@ -54,6 +54,10 @@ inline void select_row(const SelectTokenArgs& args, std::int64_t r) {
     next = args.pad;
     if (step < args.history.shape[1]) history[step] = args.pad;
     ++generated;
+    if (args.advance_finished != 0) {
+      ++args.lengths.as<std::int32_t>()[at(args.lengths)];
+      ++args.positions.as<std::int32_t>()[at(args.positions)];
+    }
     return;
   }
 

@@ -206,7 +206,8 @@ void bind_ops(nb::module_& module) {
       .def_rw("forced", &SelectTokenArgs::forced)
       .def_rw("pad", &SelectTokenArgs::pad)
       .def_rw("min_new_tokens", &SelectTokenArgs::min_new_tokens)
-      .def_rw("max_new_tokens", &SelectTokenArgs::max_new_tokens);
+      .def_rw("max_new_tokens", &SelectTokenArgs::max_new_tokens)
+      .def_rw("advance_finished", &SelectTokenArgs::advance_finished);
 
   def_op<EmbeddingArgs>(module, "embedding", &embedding);
   def_op<NormArgs>(module, "norm", &norm);

@@ -106,7 +106,10 @@ def run_probe(ctx: Context, call: Call, parts: Parts, x: Tensor, changed: dict[s
 
 def _wide(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
+        if not value.is_floating_point():
+            return value
+        least = torch.finfo(value.dtype).min  # "never seen" in an additive mask
+        return value.float().masked_fill(value == least, torch.finfo(torch.float32).min)
     if type(value) in (tuple, list):
         return type(value)(_wide(item) for item in value)
     if type(value) is dict:

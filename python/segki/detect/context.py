@@ -114,7 +114,8 @@ def perturbed(ctx: Context, module: nn.Module, dtype: torch.dtype, *, gain: floa
             noise = 0.25 * ctx.randn(*value.shape)
             result[name] = ((value.float() + noise) * gain).to(dtype)
         elif matrices:
-            if bool((value == value.flatten()[0]).all()):
+            least, most = value.aminmax()
+            if bool(least == most):
                 result[name] = (ctx.randn(*value.shape) * value.shape[-1] ** -0.5).to(dtype)
             elif value.dtype != dtype:
                 result[name] = value.to(dtype)

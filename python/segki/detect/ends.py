@@ -20,9 +20,9 @@ from segki.plan import EmbeddingPlan, HeadPlan, NormPlan, ParamRef
 
 @dataclass
 class Logits:
-    """What the head was given and what the model answered; the last row of `x` was amplified to show softcaps."""
+    """What the head was given by the model, what its linear layer gave (the last row amplified to show softcaps) and the answer."""
 
-    x: Tensor
+    raw: Tensor
     natural: Tensor
     logits: Tensor
 
@@ -130,7 +130,7 @@ def detect_head(ctx: Context, head: Call, result: Logits, input_scale: float) ->
     if not is_linear(head.module):
         raise Unknown(f"{head.name}: the output head is a {type(head.module).__name__}, not a plain linear layer")
     plan = HeadPlan(linear_plan(head.name, head.module))
-    raw = reference.linear(plan.linear, ctx.lookup(), result.x)
+    raw = result.raw
     if raw.shape != result.logits.shape:
         raise Unknown(f"logits have shape {tuple(result.logits.shape)}, the head gives {tuple(raw.shape)}")
     numbers = ctx.numbers(ctx.model)

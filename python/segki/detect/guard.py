@@ -60,6 +60,12 @@ def tensor_problem(name: str, tensor: Tensor) -> str | None:
     return None
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether a forward would call a hook; those that transformers installs to collect `output_hidden_states` do nothing by themselves."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+
+
 def module_problem(name: str, module: nn.Module) -> str | None:
     """Why a module (without its children) may compute something else than its class does, or None."""
     label = name or type(module).__name__
@@ -67,7 +73,7 @@ def module_problem(name: str, module: nn.Module) -> str | None:
         return f"{label} is dispatched by accelerate"
     if "forward" in vars(module):
         return f"{label} has a forward of its own (patched)"
-    if module._forward_hooks or module._forward_pre_hooks:
+    if hooked(module):
         return f"{label} has forward hooks"
     if "parametrizations" in module._modules:
         return f"{label} is parametrised"

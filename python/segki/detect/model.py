@@ -12,7 +12,7 @@ from segki.detect.check import LayerCheck
 from segki.detect.context import Context, signature
 from segki.detect.dataflow import detect_layer
 from segki.detect.ends import detect_embedding, detect_final, detect_head
-from segki.detect.guard import segment_problem
+from segki.detect.guard import hooked, segment_problem
 from segki.detect.mlp import detect_mlp, has_fused_input, is_mlp_shaped
 from segki.detect.numeric import Unknown
 from segki.detect.ropes import rope_source
@@ -51,6 +51,8 @@ def _detect(model: nn.Module) -> Detection:
     if first is None or any(p.is_meta for p in model.parameters()):
         return Detection(None, (), ("model: it has no parameters, or some are on the meta device",))
     problem = segment_problem("", model)
+    if problem is not None and any(hooked(module) for module in model.modules()):
+        return Detection(None, (), (problem,))  # running the model would call somebody's hooks
     try:
         run = run_once(model, first)
     except Unknown as error:

@@ -59,10 +59,10 @@ def run_once(model: nn.Module, first: Tensor) -> Run:
     name = next((n for n, m in model.named_modules() if m is output), None)
     head = trace.only(name) if name else None
     logits = getattr(answer, "logits", None)
-    if head is None or head.x is None or len(natural) != 1 or not isinstance(logits, Tensor):
+    if head is None or head.x is None or head.y is None or len(natural) != 1 or not isinstance(logits, Tensor):
         return Run(ctx, None, None)
     kept = min(KEPT_LOGITS, head.x.shape[1])
-    return Run(ctx, head, Logits(head.x[:, -kept:], natural[0][:, -kept:], logits[:, -kept:]))
+    return Run(ctx, head, Logits(head.y[:, -kept:], natural[0][:, -kept:], logits[:, -kept:]))
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def _amplified(output: object) -> Iterator[list[Tensor]]:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0].detach().clone()
         natural.append(x.clone())
-        peak = float(F.linear(x[:, -1:], weight).abs().max())
+        peak = float(F.linear(x[:, -KEPT_LOGITS:], weight)[:, -1:].abs().max())
         x[:, -1:] *= max(LARGE_LOGIT / max(peak, 1e-6), 1.0)
         return (x, *args[1:])
 
