@@ -23,15 +23,25 @@ class Prompt:
     def __init__(self, cache: _segki.HybridCache, first: torch.Tensor) -> None:
         self.cache = cache
         self.first = [int(count) for count in first]
-        self.filled: set[int] = set()
+        self.repeats: dict[int, int] = {}  # layer -> how often the model's own cache holds each key and value head
 
     def fill(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store one layer's prompt, `[rows, Hkv, T, D]`."""
-        if index in self.filled:
+        """Store one layer's prompt, `[rows, Hkv, T, D]`, or `[rows, Hkv * n, T, D]` of a model that caches each head n times (Falcon)."""
+        if index in self.repeats:
             raise RuntimeError(f"cache layer {index} was written twice during the prefill")
-        keys, values = dense_heads(keys), dense_heads(values)
+        self.repeats[index] = repeat = keys.shape[1] // self.cache.keys(index).shape[1]
+        keys, values = (dense_heads(once(states, repeat)) for states in (keys, values))
         self.cache.fill(index, view(keys), view(values), self.first)
-        self.filled.add(index)
+
+
+def once(states: torch.Tensor, repeat: int) -> torch.Tensor:
+    """Every head once of `[rows, heads * repeat, T, D]`, where each head is followed by its repetitions."""
+    if repeat <= 1:
+        return states
+    heads = states.unflatten(1, (-1, repeat))
+    if not bool((heads == heads[:, :, :1]).all()):
+        raise RuntimeError(f"the model's cache holds {states.shape[1]} different heads, known are {states.shape[1] // repeat}")
+    return heads[:, :, 0]
 
 
 def dense_heads(states: torch.Tensor) -> torch.Tensor:
@@ -101,6 +111,7 @@ def restore(cache: DynamicCache, prompt: Prompt, lengths: list[int], tokens: int
         shapes = [part.shape for part in (native.keys(index), native.values(index))]
         parts = [torch.zeros(rows, s[1], tokens - begin, s[3], dtype=dtype) for s in shapes]
         native.gather(index, view(parts[0]), view(parts[1]), lengths, [f - begin for f in prompt.first])
+        parts = [part.repeat_interleave(max(prompt.repeats[index], 1), dim=1) for part in parts]
         layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
         layer.lazy_initialization(*parts)
         layer.keys, layer.values = parts

@@ -9,8 +9,9 @@ from torch import nn
 
 from segki import _segki
 from segki.detect import resolve, rope_table
+from segki.detect.run import preserved
 from segki.native import DTYPES, MAX_ROWS, TorchMemory, view
-from segki.plan import ModelPlan, ParamRef
+from segki.plan import ModelPlan, ParamRef, RopePlan
 from segki.program import Step, StepBuilder, StepState, cache_layers
 
 GRANULE = 256  # cache lengths are multiples of this, so that a slightly longer request does not reallocate
@@ -107,13 +108,17 @@ class Engine:
         builder = StepBuilder(
             self.plan,
             lambda ref: resolve(self.model, ref),
-            lambda rope, positions: rope_table(self.model, rope, positions),
+            self._rope_table,
             self.cache,
             state,
             self.dtype,
             self.backend,
         )
         return builder.build()
+
+    def _rope_table(self, rope: RopePlan, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with preserved(self.model):
+            return rope_table(self.model, rope, positions)
 
     def release(self) -> None:
         """Give cache, programs and buffers back to torch's allocator; the next use makes them anew."""

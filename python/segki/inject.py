@@ -13,6 +13,7 @@ from torch import nn
 
 from segki.detect import detect
 from segki.detect.guard import hooked, module_problem
+from segki.detect.run import preserved
 from segki.engine import Engine
 from segki.generate import Decline, decoding_method, own_mode
 from segki.plan import Detection
@@ -120,8 +121,9 @@ def native_engine(model: nn.Module, detection: Detection) -> tuple[Engine | None
     device = next(model.parameters()).device
     if device.type != "cpu":
         return None, [f"the model is on {device}; this build has a native step for cpu"]
-    engine = Engine(model, detection.plan)
-    problem = native_problem(model, engine)
+    with preserved(model):
+        engine = Engine(model, detection.plan)
+        problem = native_problem(model, engine)
     engine.release()
     return (engine, []) if problem is None else (None, [problem])
 
@@ -172,6 +174,8 @@ def eject(model: nn.Module) -> None:
     """
     injection = injection_of(model)
     if injection is None:
+        if clear_copies(model):  # a copy of an injected model
+            return
         raise ValueError(f"model: this {type(model).__name__} is not injected")
     for rebound in reversed(injection.rebound):
         rebound.remove()

@@ -53,8 +53,14 @@ class Rebound:
                 self.module.__dict__[self.name] = self.previous
 
 
-def clear_copies(model: nn.Module) -> None:
-    """Take away what a copy of an injected model carries."""
-    for module in model.modules():
-        for value in [v for v in vars(module).values() if isinstance(v, Rebound) and v.function is None]:
-            value.remove()
+def clear_copies(model: nn.Module) -> bool:
+    """Take away what a copy of an injected model carries; whether there was anything."""
+    carried = [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Rebound) and value.function is None
+    ]
+    for value in carried:
+        value.remove()
+    return bool(carried)

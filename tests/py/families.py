@@ -37,7 +37,7 @@ _PLAIN_MLP = "arcee falcon gpt_neox gptj jais2 nemotron persimmon phi starcoder2
 DENSE_NATIVE = tuple(sorted(f"{_GATED} {_INTERLEAVED} {_LAYER_NORM} {_PLAIN_MLP}".split()))
 """Families whose whole step must be native."""
 
-WELCOME = ("gpt2", "gpt_bigcode", "gpt_neo")
+WELCOME = ("gpt2", "gpt_bigcode", "gpt_neo", "hunyuan_v1_dense", "nanochat")
 """Families that may be native (learned positions); if not, they are declined with a reason."""
 
 DECLINED = tuple(
@@ -45,10 +45,10 @@ DECLINED = tuple(
     afmoe apertus apertus1p5_text aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet bloom blt codegen cohere2_moe ctrl
     dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dory dots1 dots3_note_text ernie4_5_moe exaone_moe
     falcon_h1 falcon_mamba flex_olmo flint gemma3n_text gemma4_text gemma4_unified_text glm4_moe glm4_moe_lite glm_moe_dsa
-    gpt_neox_japanese gpt_oss granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hrm_text hunyuan_v1_dense
+    gpt_neox_japanese gpt_oss granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hrm_text
     hunyuan_v1_moe hy_v3 hy_v4 inkling2_loop_text inkling2_text inkling_text jamba jetmoe kimi_linear kolibri1 laguna lara_mini
     lfm2 lfm2_moe lfm3 llama4_text longcat_flash mamba mamba2 mellum mimo_v2_flash minicpm3 minimax minimax_m2
-    minimax_m3_vl_text mixtral modernbert-decoder mpt nanochat nemotron_h olmo_hybrid olmoe openai-gpt opt phimoe qwen2_moe
+    minimax_m3_vl_text mixtral modernbert-decoder mpt nemotron_h olmo_hybrid olmoe openai-gpt opt phimoe qwen2_moe
     qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text recurrent_gemma rwkv solar_open xglm xlstm youtu zamba
     zamba2 zaya
     """.split()
@@ -409,7 +409,6 @@ _REQUIRED_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2-short-window": ("cohere2", {**_SHORT_WINDOW, "logit_scale": 0.7, "head_dim": 20}),
     "olmo-tied": ("olmo", {**_TWO, "tie_word_embeddings": True}),
     "stablelm-parallel": ("stablelm", {**_TWO, "use_parallel_residual": True}),
-    "stablelm-qk-norm-biased": ("stablelm", {**_TWO, "qk_layernorm": True, "use_qkv_bias": True}),
     "arcee-biased": ("arcee", {**_TWO, "attention_bias": True, "mlp_bias": True}),
     "falcon-new-decoder": ("falcon", {**_TWO, "new_decoder_architecture": True, "num_kv_heads": KV_HEADS}),
     "falcon-new-decoder-one-norm": (
@@ -432,6 +431,7 @@ _REQUIRED_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # more than issue 2 asks for: same results, native or not
 _WELCOME_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm-qk-norm-biased": ("stablelm", {**_TWO, "qk_layernorm": True, "use_qkv_bias": True}),
     "llama-dynamic-rope": ("llama", {**_TWO, **_rope("dynamic", factor=4.0), "max_position_embeddings": 16}),
     "phi3-longrope": (
         "phi3",

@@ -193,8 +193,13 @@ def _patched(original: Any, patch: Patch) -> tuple[Any, int]:
 
 
 def _forced(model: Any, rung: int, prompts: Prompts) -> torch.Tensor:
-    run = native_forced_logits if rung == 1 else hf_forced_logits
-    return run(model, prompts.input_ids, prompts.mask, prompts.forced)
+    if rung == 1:
+        try:
+            return native_forced_logits(model, prompts.input_ids, prompts.mask, prompts.forced)
+        except RuntimeError as error:
+            if "tables end" not in str(error):  # a prompt longer than the model's fixed tables goes down the ladder
+                raise
+    return hf_forced_logits(model, prompts.input_ids, prompts.mask, prompts.forced)
 
 
 @torch.no_grad()

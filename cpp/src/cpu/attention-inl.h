@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "cpu/norm-inl.h"
+#include "hwy/cache_control.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace segki::cpu {
@@ -37,10 +38,20 @@ struct BlockRows {
   std::int64_t length;  // of the ring
   std::int64_t first;   // index of the block's first key
   std::int64_t count;   // keys in the block
+  std::int64_t size;    // elements of a row
 
   HWY_INLINE const T* row(std::int64_t j) const {
     const std::int64_t index = first + j;
     return base + (index < length ? index : index - length) * stride;
+  }
+
+  // Asks for a row that the other product will read; blocks of keys and values alternate, which the
+  // hardware does not foresee.
+  HWY_INLINE void prefetch(std::int64_t j) const {
+    if (j >= count) return;
+    const char* from = reinterpret_cast<const char*>(row(j));
+    const std::int64_t bytes = size * static_cast<std::int64_t>(sizeof(T));
+    for (std::int64_t at = 0; at < bytes; at += 64) hwy::Prefetch(from + at);
   }
 };
 
@@ -49,8 +60,8 @@ struct BlockRows {
 // scores[g][j] = q[g] . key j for kQueries queries; `stride` is that of q, kKeyBlock that of
 // scores.
 template <int kQueries, typename T>
-void dots(const BlockRows<T>& keys, const float* q, std::int64_t stride, std::int64_t dim,
-          float* scores) {
+void dots(const BlockRows<T>& keys, const BlockRows<T>&, const float* q, std::int64_t stride,
+          std::int64_t dim, float* scores) {
   for (std::int64_t j = 0; j < keys.count; ++j) {
     const T* key = keys.row(j);
     for (int g = 0; g < kQueries; ++g) {
@@ -101,8 +112,8 @@ HWY_INLINE VF fold_blocks(const VF (&quads)[kQuads]) {
 // scores[g][j] = q[g] . key j for kQueries queries; `stride` is that of q, kKeyBlock that of
 // scores. Scores past the block's last key are written too, up to a whole vector.
 template <int kQueries, typename T>
-void dots(const BlockRows<T>& keys, const float* HWY_RESTRICT q, std::int64_t stride,
-          std::int64_t dim, float* HWY_RESTRICT scores) {
+void dots(const BlockRows<T>& keys, const BlockRows<T>& ahead, const float* HWY_RESTRICT q,
+          std::int64_t stride, std::int64_t dim, float* HWY_RESTRICT scores) {
   const std::int64_t whole = dim / kLanes * kLanes;
   for (std::int64_t begin = 0; begin < keys.count; begin += kLanes) {
     VF quads[kQueries][kQuads];
@@ -116,6 +127,7 @@ void dots(const BlockRows<T>& keys, const float* HWY_RESTRICT q, std::int64_t st
       const T* const key[4] = {keys.row(j), keys.row(j + 1 < last ? j + 1 : last),
                                keys.row(j + 2 < last ? j + 2 : last),
                                keys.row(j + 3 < last ? j + 3 : last)};
+      for (int i = 0; i < 4; ++i) ahead.prefetch(j + i);
       VF sums[kQueries][4];
       for (int g = 0; g < kQueries; ++g) {
         for (int i = 0; i < 4; ++i) sums[g][i] = zero();
@@ -151,9 +163,9 @@ void dots(const BlockRows<T>& keys, const float* HWY_RESTRICT q, std::int64_t st
 // mixed[g][d] = mixed[g][d] * decay[g] + sum over keys of weights[g][j] * value j[d], for kQueries
 // queries and kVectors vectors from element d on, of which `left` elements exist.
 template <int kQueries, int kVectors, typename T>
-HWY_INLINE void mix_tile(const BlockRows<T>& values, const float* HWY_RESTRICT weights,
-                         const float* decay, std::int64_t d, std::int64_t left,
-                         float* HWY_RESTRICT mixed, std::int64_t stride) {
+HWY_INLINE void mix_tile(const BlockRows<T>& values, const BlockRows<T>& ahead,
+                         const float* HWY_RESTRICT weights, const float* decay, std::int64_t d,
+                         std::int64_t left, float* HWY_RESTRICT mixed, std::int64_t stride) {
   VF sums[kQueries][kVectors];
   for (int g = 0; g < kQueries; ++g) {
     for (int v = 0; v < kVectors; ++v) {
@@ -162,6 +174,7 @@ HWY_INLINE void mix_tile(const BlockRows<T>& values, const float* HWY_RESTRICT w
   }
   for (std::int64_t j = 0; j < values.count; ++j) {
     const T* value = values.row(j) + d;
+    if (d == 0) ahead.prefetch(j);
     VF x[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       x[v] = kVectors == 1 ? load_row(value, left) : load(value + v * kLanes);
@@ -179,14 +192,14 @@ HWY_INLINE void mix_tile(const BlockRows<T>& values, const float* HWY_RESTRICT w
 }
 
 template <int kQueries, typename T>
-void mix(const BlockRows<T>& values, const float* weights, const float* decay, std::int64_t dim,
-         float* mixed, std::int64_t stride) {
+void mix(const BlockRows<T>& values, const BlockRows<T>& ahead, const float* weights,
+         const float* decay, std::int64_t dim, float* mixed, std::int64_t stride) {
   std::int64_t d = 0;
   for (; d + kTileVectors * kLanes <= dim; d += kTileVectors * kLanes) {
-    mix_tile<kQueries, kTileVectors>(values, weights, decay, d, dim - d, mixed, stride);
+    mix_tile<kQueries, kTileVectors>(values, ahead, weights, decay, d, dim - d, mixed, stride);
   }
   for (; d < dim; d += kLanes) {
-    mix_tile<kQueries, 1>(values, weights, decay, d, dim - d, mixed, stride);
+    mix_tile<kQueries, 1>(values, ahead, weights, decay, d, dim - d, mixed, stride);
   }
 }
 

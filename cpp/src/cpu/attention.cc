@@ -137,11 +137,13 @@ class Group {
     const std::int64_t slot = args_.slots.present() ? row_value(args_.slots) : row;
 
     begin(row, head);
+    const auto rows = [&](const TensorView& cache, std::int64_t t) HWY_ATTR {
+      const std::int64_t count = std::clamp(end - t, std::int64_t{0}, kKeyBlock);
+      return BlockRows<T>{
+          head_of(cache, slot, head), cache.stride[2], length, t % length, count, cache.shape[3]};
+    };
     for (std::int64_t t = first; t < end; t += kKeyBlock) {
-      const std::int64_t count = std::min(kKeyBlock, end - t);
-      block(
-          {head_of(args_.k_cache, slot, head), args_.k_cache.stride[2], length, t % length, count},
-          {head_of(args_.v_cache, slot, head), args_.v_cache.stride[2], length, t % length, count});
+      block(rows(args_.k_cache, t), rows(args_.v_cache, t), rows(args_.k_cache, t + kKeyBlock));
     }
     finish(row, head);
   }
@@ -163,16 +165,18 @@ class Group {
     }
   }
 
-  void block(const BlockRows<T>& keys, const BlockRows<T>& values) {
+  void block(const BlockRows<T>& keys, const BlockRows<T>& values, const BlockRows<T>& next_keys) {
+    BlockRows<T> nothing = keys;
+    nothing.count = 0;
     for_tiles(size_, [&](auto tile, std::int64_t g) {
-      dots<tile()>(keys, queries_ + g * layout_.query_stride, layout_.query_stride, dim_,
-                   scores_ + g * kKeyBlock);
+      dots<tile()>(keys, g == 0 ? values : nothing, queries_ + g * layout_.query_stride,
+                   layout_.query_stride, dim_, scores_ + g * kKeyBlock);
     });
     for (std::int64_t g = 0; g < size_; ++g) {
       decay_[g] = softmax_block(args_, scores_ + g * kKeyBlock, keys.count, running_[g]);
     }
     for_tiles(size_, [&](auto tile, std::int64_t g) {
-      mix<tile()>(values, scores_ + g * kKeyBlock, decay_ + g, v_dim_,
+      mix<tile()>(values, g == 0 ? next_keys : nothing, scores_ + g * kKeyBlock, decay_ + g, v_dim_,
                   mixed_ + g * layout_.mixed_stride, layout_.mixed_stride);
     });
   }

@@ -16,7 +16,7 @@ from segki.detect.guard import hooked, segment_problem
 from segki.detect.mlp import detect_mlp, has_fused_input, is_mlp_shaped
 from segki.detect.numeric import Unknown
 from segki.detect.ropes import rope_source
-from segki.detect.run import Run, layer_calls, run_once
+from segki.detect.run import Run, layer_calls, preserved, run_once
 from segki.detect.trace import Call
 from segki.detect.windows import layer_windows
 from segki.plan import AttentionPlan, Detection, LayerPlan, MlpPlan, ModelPlan, NormPlan, ParamRef, Segment
@@ -39,7 +39,8 @@ def detect(model: nn.Module) -> Detection:
     """
     state = torch.get_rng_state()
     try:
-        return _detect(model)
+        with preserved(model):
+            return _detect(model)
     finally:
         torch.set_rng_state(state)
 

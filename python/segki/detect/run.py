@@ -25,6 +25,28 @@ LARGE_LOGIT = 100.0
 SEED = 20240229
 
 
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward leaves behind in its modules: attributes and buffers that were set anew (recurrent state, flags).
+
+    A forward that changes parameters in place (rwkv rescales its own weights once) keeps its attributes as well, since they belong
+    to the new values.
+    """
+    modules = list(model.modules())
+    before = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+    versions = [parameter._version for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        if versions == [parameter._version for parameter in model.parameters()]:
+            for module, (attributes, buffers) in zip(modules, before, strict=True):
+                for now, then in ((vars(module), attributes), (module._buffers, buffers)):
+                    for name in [name for name in now if name not in then]:
+                        del now[name]
+                    for name in [name for name in then if now.get(name, then) is not then[name]]:
+                        now[name] = then[name]
+
+
 @dataclass
 class Run:
     """One traced forward; `head` and `logits` are None when the model has no output head that was called once."""
