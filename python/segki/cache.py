@@ -113,8 +113,7 @@ def restore(cache: DynamicCache, prompt: Prompt, lengths: list[int], tokens: int
         native.gather(index, view(parts[0]), view(parts[1]), lengths, [f - begin for f in prompt.first])
         parts = [part.repeat_interleave(max(prompt.repeats[index], 1), dim=1) for part in parts]
         layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
-        layer.lazy_initialization(*parts)
-        layer.keys, layer.values = parts
+        layer.update(*parts)
         if window is not None:
             layer.cumulative_length = tokens
         layers.append(layer)

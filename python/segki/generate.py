@@ -104,8 +104,8 @@ def plan_request(
     if cache_name is None:
         raise Decline("transformers prepared no cache")
     cache = inputs[cache_name]
-    if type(cache) is not DynamicCache or getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0:
-        raise Decline(f"a {type(cache).__name__} given by the caller or by cache_implementation")
+    if type(cache) is not DynamicCache or cache.get_seq_length() > 0:
+        raise Decline(f"a {type(cache).__name__} by cache_implementation")
     known = {"attention_mask", "position_ids", "cache_position", "inputs_embeds", "logits_to_keep", "use_cache", *CACHE_NAMES}
     if other := sorted(name for name, value in inputs.items() if value is not None and name not in known):
         raise Decline(f"model inputs {', '.join(other)} are not known to the native step")
@@ -265,14 +265,34 @@ def decoding_method(ready: Callable[[], Engine], log: Callable[[str], None], str
     return native_decode
 
 
+# Arguments of generate that are left to transformers as soon as they are given.
+LEFT_ARGUMENTS = (
+    "assistant_model",
+    "custom_generate",
+    "negative_prompt_ids",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "tokenizer",
+    "trust_remote_code",
+    *CACHE_NAMES,
+)
+LEFT_SETTINGS = (
+    "assistant_early_exit",
+    "constraints",
+    "dola_layers",
+    "force_words_ids",
+    "penalty_alpha",
+    "prompt_lookup_num_tokens",
+)
+
+
 def own_mode(model: nn.Module, config: Any, kwargs: dict[str, Any]) -> str | None:
     """A reason to leave a call to transformers before anything is prepared, or None."""
-    for name in ("assistant_model", "custom_generate", "prefix_allowed_tokens_fn", "negative_prompt_ids", "trust_remote_code", "tokenizer",
-                 "synced_gpus"):
+    for name in LEFT_ARGUMENTS:
         if kwargs.get(name) is not None:
             return f"{name} is left to the model's own generate"
     configs = [config, getattr(model, "generation_config", None)]
-    for name in ("prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "assistant_early_exit", "constraints", "force_words_ids"):
+    for name in LEFT_SETTINGS:
         if any(value is not None for value in [kwargs.get(name), *(getattr(c, name, None) for c in configs)]):
             return f"{name} is left to the model's own generate"
     return None

@@ -24,8 +24,8 @@ constexpr std::int64_t kSplitBlock = 16;
 constexpr std::int64_t kMaxTileRows = 8;
 constexpr std::int64_t kMaxChunk = 32;
 
-// Output features that share one pass over the packed rows (in cache).
-constexpr std::int64_t kPanel = 64;
+// Output features that share one pass over the packed rows, while the rows are in cache.
+constexpr std::int64_t kPanel = 48;
 
 // [K, N] weights: columns whose running sums are kept in scratch together, and k steps that update
 // them at a time.
@@ -63,11 +63,11 @@ namespace HWY_NAMESPACE {
 #if HWY_TARGET == HWY_AVX3
 constexpr std::int64_t kTileRows = 8;
 template <int R>
-constexpr int kTileColumns = R == 1 ? 4 : R == 2 ? 4 : R == 4 ? 4 : 2;
+constexpr int kTileColumns = R == 8 ? 3 : 4;
 #else
 constexpr std::int64_t kTileRows = 4;
 template <int R>
-constexpr int kTileColumns = R == 1 ? 4 : R == 2 ? 4 : 2;
+constexpr int kTileColumns = R == 4 ? 2 : 4;
 #endif
 
 // k values that one step of a [N, K] tile takes.
@@ -211,27 +211,34 @@ HWY_INLINE VF sum_lanes(const VF* v) {
   }
 }
 
-// sums[r * kPanel + c] = v[r * C + c] added over its lanes.
-template <int C, int R>
-HWY_INLINE void store_sums(const VF* v, float* sums) {
-  constexpr int kCount = C * R < static_cast<int>(kLanes) ? C * R : static_cast<int>(kLanes);
+// sums[r * kPanel + c * apart] = v[r * C + c] added over its lanes, from v[kFirst] on.
+template <int C, int R, int kFirst = 0>
+HWY_INLINE void store_sums(const VF* v, std::int64_t apart, float* sums) {
+  constexpr int kLeft = C * R - kFirst;
+  constexpr int kMost = std::min(kLeft, static_cast<int>(kLanes));
+  constexpr int kCount = kMost >= 16 ? 16 : kMost >= 8 ? 8 : kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1;
   constexpr int kSpacing = static_cast<int>(kLanes) / kCount;
-  for (int first = 0; first < C * R; first += kCount) {
-    alignas(64) float lanes[kLanes];
-    hn::Store(sum_lanes<kCount>(v + first), DF(), lanes);
-    for (int i = 0; i < kCount; ++i) {
-      sums[(first + i) / C * kPanel + (first + i) % C] = lanes[i * kSpacing];
-    }
+  alignas(64) float lanes[kLanes];
+  hn::Store(sum_lanes<kCount>(v + kFirst), DF(), lanes);
+  for (int i = 0; i < kCount; ++i) {
+    const int index = kFirst + i;
+    sums[index / C * kPanel + index % C * apart] = lanes[i * kSpacing];
   }
+  if constexpr (kLeft > kCount) store_sums<C, R, kFirst + kCount>(v, apart, sums);
 }
 
 // --- [N, K]
 
-// C rows of W times R rows of x. With `ahead` non-zero, memory that many bytes further on is
-// requested.
-template <int C, int R, typename T>
-HWY_INLINE void tile_product(const T* HWY_RESTRICT w, std::int64_t k, const float* HWY_RESTRICT x,
-                             float* HWY_RESTRICT sums, std::int64_t ahead) {
+// How far ahead of its use a weight is requested, in bytes; less than the L1 cache keeps, more than
+// the memory's latency takes.
+constexpr std::int64_t kAhead = 2048;
+
+// C rows of W that are `apart` rows from each other times R rows of x. kPrefetch: the weights come
+// from memory and not from an earlier tile's cache.
+template <int C, int R, bool kPrefetch, typename T>
+HWY_INLINE void tile_product(const T* HWY_RESTRICT w, std::int64_t apart, std::int64_t k,
+                             const float* HWY_RESTRICT x, float* HWY_RESTRICT sums) {
+  const std::int64_t stride = apart * k;
   VF acc[R * C];
   for (int i = 0; i < R * C; ++i) acc[i] = zero();
   std::int64_t i = 0;
@@ -239,10 +246,13 @@ HWY_INLINE void tile_product(const T* HWY_RESTRICT w, std::int64_t k, const floa
     VF a[C];
     VF b[C];
     for (int c = 0; c < C; ++c) {
-      const T* p = w + c * k + i;
+      const T* p = w + c * stride + i;
       load_chunk(p, a[c], b[c]);
-      for (std::size_t line = 0; line < kChunk * sizeof(T); line += 64) {
-        hwy::Prefetch(reinterpret_cast<const char*>(p) + line + ahead);
+      if constexpr (kPrefetch) {
+        const auto ahead = reinterpret_cast<std::uintptr_t>(p) + kAhead;  // may lie past the weights
+        for (std::size_t line = 0; line < kChunk * sizeof(T); line += 64) {
+          hwy::Prefetch(reinterpret_cast<const char*>(ahead + line));
+        }
       }
     }
     for (int r = 0; r < R; ++r) {
@@ -259,7 +269,7 @@ HWY_INLINE void tile_product(const T* HWY_RESTRICT w, std::int64_t k, const floa
     for (int c = 0; c < C; ++c) {
       VF a;
       VF b;
-      load_chunk_n(w + c * k + i, k - i, a, b);
+      load_chunk_n(w + c * stride + i, k - i, a, b);
       for (int r = 0; r < R; ++r) {
         VF& sum = acc[r * C + c];
         sum = hn::MulAdd(a, hn::Load(DF(), x + r * kLanes), sum);
@@ -267,32 +277,47 @@ HWY_INLINE void tile_product(const T* HWY_RESTRICT w, std::int64_t k, const floa
       }
     }
   }
-  store_sums<C, R>(acc, sums);
+  store_sums<C, R>(acc, apart, sums);
 }
 
-// Sums of `columns` rows of W, at most kPanel, for one tile of packed rows.
-template <int R, typename T>
+// Sums of `columns` rows of W, at most kPanel, for one tile of packed rows. The rows of a register
+// tile are spread evenly over the panel, so that memory is read as C long streams: measurably faster
+// than neighbouring rows, whose short streams the hardware's prefetcher loses at each tile's end.
+template <int R, bool kPrefetch, typename T>
 HWY_NOINLINE void panel_product_r(const T* w, std::int64_t columns, std::int64_t k,
-                                  const float* packed, float* sums, bool first) {
+                                  const float* packed, float* sums) {
   constexpr int C = kTileColumns<R>;
-  const std::int64_t ahead = first ? C * k * static_cast<std::int64_t>(sizeof(T)) : 0;
-  std::int64_t n = 0;
-  for (; n + C <= columns; n += C) tile_product<C, R>(w + n * k, k, packed, sums + n, ahead);
-  for (; n < columns; ++n) tile_product<1, R>(w + n * k, k, packed, sums + n, ahead);
+  const std::int64_t apart = columns / C;
+  for (std::int64_t n = 0; n < apart; ++n) {
+    tile_product<C, R, kPrefetch>(w + n * k, apart, k, packed, sums + n);
+  }
+  for (std::int64_t n = apart * C; n < columns; ++n) {
+    tile_product<1, R, kPrefetch>(w + n * k, 1, k, packed, sums + n);
+  }
+}
+
+template <int R, typename T>
+HWY_INLINE void panel_product_r(const T* w, std::int64_t columns, std::int64_t k,
+                                const float* packed, float* sums, bool prefetch) {
+  if (prefetch) {
+    panel_product_r<R, true>(w, columns, k, packed, sums);
+  } else {
+    panel_product_r<R, false>(w, columns, k, packed, sums);
+  }
 }
 
 template <typename T>
 HWY_INLINE void panel_product(std::int64_t tile, const T* w, std::int64_t columns, std::int64_t k,
-                              const float* packed, float* sums, bool first) {
+                              const float* packed, float* sums, bool prefetch) {
   switch (tile) {
     case 1:
-      return panel_product_r<1>(w, columns, k, packed, sums, first);
+      return panel_product_r<1>(w, columns, k, packed, sums, prefetch);
     case 2:
-      return panel_product_r<2>(w, columns, k, packed, sums, first);
+      return panel_product_r<2>(w, columns, k, packed, sums, prefetch);
     case 4:
-      return panel_product_r<4>(w, columns, k, packed, sums, first);
+      return panel_product_r<4>(w, columns, k, packed, sums, prefetch);
     default:
-      if constexpr (kTileRows == 8) panel_product_r<8>(w, columns, k, packed, sums, first);
+      if constexpr (kTileRows == 8) panel_product_r<8>(w, columns, k, packed, sums, prefetch);
   }
 }
 
