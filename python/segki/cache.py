@@ -38,7 +38,8 @@ def once(states: torch.Tensor, repeat: int) -> torch.Tensor:
     """Every head once of `[rows, heads * repeat, T, D]`, where each head is followed by its repetitions."""
     if repeat <= 1:
         return states
-    heads = states.unflatten(1, (-1, repeat))
+    rows, heads_in_all, tokens, dim = states.shape
+    heads = states.reshape(rows, heads_in_all // repeat, repeat, tokens, dim)
     if not bool((heads == heads[:, :, :1]).all()):
         raise RuntimeError(f"the model's cache holds {states.shape[1]} different heads, known are {states.shape[1] // repeat}")
     return heads[:, :, 0]
@@ -49,11 +50,11 @@ def dense_heads(states: torch.Tensor) -> torch.Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-class FullLayer(DynamicLayer):
+class FullLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """A full-attention layer during the prefill."""
 
     def __init__(self, prompt: Prompt, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._prompt, self._index, self._tokens = prompt, index, 0
 
     def update(
@@ -69,7 +70,7 @@ class FullLayer(DynamicLayer):
         return self._tokens
 
 
-class SlidingLayer(DynamicSlidingWindowLayer):
+class SlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     """A sliding-window layer during the prefill."""
 
     def __init__(self, prompt: Prompt, index: int, sliding_window: int) -> None:
@@ -88,7 +89,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 def divert(cache: DynamicCache, plan: ModelPlan, prompt: Prompt) -> None:
     """Make an empty cache of transformers write into the native one."""
     blocks = [node.attention for layer in plan.layers for node in layer.nodes if node.attention]
-    layers: list[DynamicLayer] = []
+    layers: list[Any] = []
     for index, block in enumerate(blocks):
         own = cache.layers[index] if index < len(cache.layers) else None
         window = getattr(own, "sliding_window", None) if getattr(own, "is_sliding", False) else None
@@ -104,7 +105,7 @@ def restore(cache: DynamicCache, prompt: Prompt, lengths: list[int], tokens: int
     Row r holds `lengths[r]` tokens after its padding; what follows them (a row that stopped before the others) is zero.
     """
     native, rows = prompt.cache, len(prompt.first)
-    layers: list[DynamicLayer] = []
+    layers: list[Any] = []
     for index, diverted in enumerate(cache.layers):
         window = diverted.sliding_window if isinstance(diverted, SlidingLayer) else None
         begin = 0 if window is None else max(tokens - window + 1, 0)
@@ -112,7 +113,7 @@ def restore(cache: DynamicCache, prompt: Prompt, lengths: list[int], tokens: int
         parts = [torch.zeros(rows, s[1], tokens - begin, s[3], dtype=dtype) for s in shapes]
         native.gather(index, view(parts[0]), view(parts[1]), lengths, [f - begin for f in prompt.first])
         parts = [part.repeat_interleave(max(prompt.repeats[index], 1), dim=1) for part in parts]
-        layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
+        layer: Any = DynamicSlidingWindowLayer(sliding_window=window) if window is not None else DynamicLayer()  # type: ignore[no-untyped-call]
         layer.update(*parts)
         if window is not None:
             layer.cumulative_length = tokens

@@ -164,7 +164,7 @@ class Recorder:
         if self.logits is not None:
             self.logits.append(logits.clone())
         if self.scores is not None:
-            ids = torch.cat([self._ids, self._decode.state.history[:, :column]], dim=1)
+            ids: Any = torch.cat([self._ids, self._decode.state.history[:, :column]], dim=1)
             self.scores.append((self._processors or LogitsProcessorList())(ids, logits.clone()))
 
     def stream(self, begin: int, count: int) -> None:
@@ -220,12 +220,13 @@ def decode(
     held = torch.minimum(run.state.lengths, total - request.first)  # steps past the last row's end do not count
     restore(cache, prompt, held.tolist(), total, engine.dtype)
     fields = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        scores=None if recorder.scores is None else tuple(recorder.scores),
-        logits=None if recorder.logits is None else tuple(recorder.logits),
-        **{"cache" if "cache" in fields else "past_key_values": cache},
-    )
+    values: dict[str, Any] = {
+        "sequences": sequences,
+        "scores": None if recorder.scores is None else tuple(recorder.scores),
+        "logits": None if recorder.logits is None else tuple(recorder.logits),
+        "cache" if "cache" in fields else "past_key_values": cache,
+    }
+    return GenerateDecoderOnlyOutput(**values)
 
 
 def decoding_method(ready: Callable[[], Engine], log: Callable[[str], None], streamer: Any) -> Callable[..., Any]:

@@ -48,13 +48,12 @@ class StepState:
     @classmethod
     def allocate(cls, rows: int, capacity: int, vocab: int) -> StepState:
         """Fresh state of `rows` rows with room for `capacity` new tokens each."""
-        i32 = {"dtype": torch.int32}
         return cls(
             next=torch.zeros(rows, dtype=torch.int64),
-            lengths=torch.zeros(rows, **i32),
-            positions=torch.zeros(rows, **i32),
-            generated=torch.zeros(rows, **i32),
-            finished=torch.zeros(rows, **i32),
+            lengths=torch.zeros(rows, dtype=torch.int32),
+            positions=torch.zeros(rows, dtype=torch.int32),
+            generated=torch.zeros(rows, dtype=torch.int32),
+            finished=torch.zeros(rows, dtype=torch.int32),
             history=torch.zeros(rows, capacity, dtype=torch.int64),
             log_prob=torch.zeros(rows, capacity, dtype=torch.float32),
             logits=torch.zeros(rows, vocab, dtype=torch.float32),

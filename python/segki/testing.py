@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
 from segki.cache import Prompt, divert
 from segki.generate import CACHE_NAMES, Decline
@@ -36,10 +38,6 @@ def teacher_forced_logits(
     RuntimeError
         If the model has no native step.
     """
-    import inspect
-
-    from transformers.cache_utils import DynamicCache
-
     injection = injection_of(model)
     if injection is None:
         raise RuntimeError("teacher_forced_logits: the model is not injected")
@@ -56,7 +54,8 @@ def teacher_forced_logits(
         raise RuntimeError(f"teacher_forced_logits: {tokens + forced_tokens.shape[1]} positions, this model's tables end at {limit}")
     engine.step(rows, tokens + forced_tokens.shape[1])
     assert engine.cache is not None
-    cache = DynamicCache(config=model.config)
+    config: Any = model.config
+    cache = DynamicCache(config=config)
     divert(cache, engine.plan, Prompt(engine.cache, first))
     name = next(name for name in CACHE_NAMES if name in inspect.signature(type(model).forward).parameters)
     kwargs: dict[str, Any] = {name: cache}

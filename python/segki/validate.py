@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-
 CACHES = ("cache", "past_key_values")
 
 
@@ -44,7 +43,7 @@ def check_inputs(embedding: torch.Tensor, input_ids: Any, kwargs: dict[str, Any]
             )
         check_mask(mask)
     for name in CACHES:
-        cache = kwargs.get(name)
+        cache: Any = kwargs.get(name)
         if not getattr(cache, "layers", None) or any(getattr(cache, "is_sliding", ())):
             continue
         room = cache.get_max_length() if hasattr(cache, "get_max_length") else cache.get_max_cache_shape()

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from segki.cli import app
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
+
+from segki.cli import app
 
 PROMPT = "the boats"
 CHAT_TEMPLATE = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"

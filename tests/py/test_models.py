@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from segki import bandwidth, models, peers
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from segki import bandwidth, models, peers
 
 GEMMA_IDS = [2, 14946, 3324, 496, 990, 236764, 993, 691, 496, 2268]
 

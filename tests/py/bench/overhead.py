@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import segki
 import torch
+
+import segki
 from segki.machine import machine_facts
 from segki.models import load_smollm2
 
