@@ -136,8 +136,7 @@ TEST(Backend, FailureOfAKernelIsThrown) {
 
 TEST(Backend, LoadingAgainGivesTheSameTable) {
   const Backend first = load_backend(stub("backend"));
-  const Backend second =
-      load_backend(std::string(SEGKI_STUB_DIR) + "/./libsegki_stub_backend.so");
+  const Backend second = load_backend(std::string(SEGKI_STUB_DIR) + "/./libsegki_stub_backend.so");
   EXPECT_EQ(&first.table(), &second.table());
   EXPECT_EQ(&first.table(), &backend("stub").table());
 }

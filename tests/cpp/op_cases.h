@@ -144,8 +144,7 @@ class Buffer {
       const std::int64_t offset =
           static_cast<std::int64_t>(i) - static_cast<std::int64_t>(kGuard + element());
       const std::int64_t index = offset / static_cast<std::int64_t>(element());
-      const bool inside =
-          offset >= 0 && index / stride_ < live && index % stride_ < columns_;
+      const bool inside = offset >= 0 && index / stride_ < live && index % stride_ < columns_;
       if (!inside && bytes_[i] != kPoison) return false;
     }
     return true;
@@ -175,8 +174,9 @@ class Buffer {
 
 // --- Running a kernel.
 
-// Runs the backend's kernel for `args` in `parts` parts, one after another, last part first. Scratch
-// is poisoned. Returns the first code that is not 0; -1 when the kernel wrote past its scratch.
+// Runs the backend's kernel for `args` in `parts` parts, one after another, last part first.
+// Scratch is poisoned. Returns the first code that is not 0; -1 when the kernel wrote past its
+// scratch.
 template <typename Args>
 std::int32_t run_kernel(const Backend& backend, const Args& args, std::int32_t parts = 1) {
   const BackendTable& table = backend.table();
@@ -185,8 +185,7 @@ std::int32_t run_kernel(const Backend& backend, const Args& args, std::int32_t p
   constexpr std::size_t kAlignment = 64;
   constexpr std::size_t kGuard = 256;
   std::vector<unsigned char> memory(bytes + kAlignment + kGuard);
-  const std::size_t misaligned =
-      reinterpret_cast<std::uintptr_t>(memory.data()) % kAlignment;
+  const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(memory.data()) % kAlignment;
   unsigned char* scratch = memory.data() + (kAlignment - misaligned) % kAlignment;
   for (std::int32_t part = parts - 1; part >= 0; --part) {
     std::memset(scratch, 0xFF, bytes + kGuard);
@@ -245,9 +244,9 @@ inline const std::vector<DType>& float_dtypes() {
 }
 
 inline const std::vector<Activation>& activations() {
-  static const std::vector<Activation> all = {Activation::kNone,    Activation::kSilu,
+  static const std::vector<Activation> all = {Activation::kNone,     Activation::kSilu,
                                               Activation::kGeluTanh, Activation::kGeluErf,
-                                              Activation::kRelu,    Activation::kRelu2};
+                                              Activation::kRelu,     Activation::kRelu2};
   return all;
 }
 
@@ -263,16 +262,28 @@ inline std::vector<MatmulCase> projection_cases(DType dtype) {
       {.rows = 8, .k = 96, .columns = {61}, .residual = true, .in_place = true},
       {.rows = 64, .k = 129, .columns = {37}, .bias = true},
       {.rows = 1, .k = 1536, .columns = {131}, .residual = true},
-      {.rows = 4, .k = 50, .columns = {33}, .bias = true, .residual = true,
-       .residual_scale = 1.7F, .branch_scale = 0.22F},
-      {.rows = 6, .k = 50, .columns = {33}, .activation = Activation::kGeluErf, .residual = true,
+      {.rows = 4,
+       .k = 50,
+       .columns = {33},
+       .bias = true,
+       .residual = true,
+       .residual_scale = 1.7F,
+       .branch_scale = 0.22F},
+      {.rows = 6,
+       .k = 50,
+       .columns = {33},
+       .activation = Activation::kGeluErf,
+       .residual = true,
        .branch_scale = 0.22F},
       {.rows = 1, .k = 1, .columns = {1}, .transposed = true},
       {.rows = 2, .k = 15, .columns = {33}, .bias = true, .transposed = true},
       {.rows = 7, .k = 100, .columns = {150, 3}, .transposed = true},
       {.rows = 1, .k = 65, .columns = {1100}, .bias = true, .transposed = true},
       {.rows = 64, .k = 20, .columns = {1100}, .transposed = true},
-      {.rows = 3, .k = 40, .columns = {64}, .transposed = true,
+      {.rows = 3,
+       .k = 40,
+       .columns = {64},
+       .transposed = true,
        .activation = Activation::kGeluTanh},
   };
   for (Activation activation : activations()) {
@@ -284,10 +295,8 @@ inline std::vector<MatmulCase> projection_cases(DType dtype) {
 
 inline std::vector<MatmulCase> gated_projection_cases(DType dtype) {
   std::vector<MatmulCase> cases = {
-      {.rows = 1, .k = 1, .columns = {1}},
-      {.rows = 17, .k = 33, .columns = {70}, .bias = true},
-      {.rows = 64, .k = 64, .columns = {19}},
-      {.rows = 1, .k = 576, .columns = {200}},
+      {.rows = 1, .k = 1, .columns = {1}},     {.rows = 17, .k = 33, .columns = {70}, .bias = true},
+      {.rows = 64, .k = 64, .columns = {19}},  {.rows = 1, .k = 576, .columns = {200}},
       {.rows = 8, .k = 1000, .columns = {66}},
   };
   for (MatmulCase& c : cases) c.activation = Activation::kSilu;
@@ -306,7 +315,12 @@ inline std::vector<MatmulCase> lm_head_cases(DType dtype) {
       {.rows = 64, .k = 48, .columns = {77}, .softcap = 3.0F},
       {.rows = 3, .k = 65, .columns = {200}, .scale = 0.0625F},
       {.rows = 2, .k = 65, .columns = {200}, .divisor = 13.0F},
-      {.rows = 5, .k = 65, .columns = {90}, .bias = true, .scale = 1.3F, .divisor = 7.0F,
+      {.rows = 5,
+       .k = 65,
+       .columns = {90},
+       .bias = true,
+       .scale = 1.3F,
+       .divisor = 7.0F,
        .softcap = 2.5F},
       {.rows = 9, .k = 65, .columns = {1200}, .bias = true, .transposed = true, .softcap = 2.5F},
   };

@@ -142,8 +142,13 @@ TYPED_TEST(Matmul, OtherRowsChangeNoBit) {
       for (bool transposed : {false, true}) {
         if (transposed && std::is_same_v<TypeParam, GatedProjectionOp>) continue;
         for (std::int64_t k : {45, 320}) {
-          MatmulCase c = {.rows = 64, .k = k, .columns = {83}, .dtype = dtype, .bias = true,
-                          .transposed = transposed, .activation = Activation::kSilu};
+          MatmulCase c = {.rows = 64,
+                          .k = k,
+                          .columns = {83},
+                          .dtype = dtype,
+                          .bias = true,
+                          .transposed = transposed,
+                          .activation = Activation::kSilu};
           SCOPED_TRACE(set + " " + c.name() + " SEGKI_TEST_SEED=" + std::to_string(seed));
           MatmulProblem p = TypeParam::problem(c, seed);
           ASSERT_EQ(TypeParam::run(backend, p, -1, 1), 0);
@@ -175,8 +180,9 @@ TYPED_TEST(Matmul, NanInOneRowStaysInIt) {
       SCOPED_TRACE(set + " " + c.name() + " SEGKI_TEST_SEED=" + std::to_string(seed));
       MatmulProblem p = TypeParam::problem(c, seed);
       const TensorView x = p.x.view();
-      std::memset(x.as<unsigned char>() + x.stride[0] * 3 * static_cast<std::int64_t>(size_of(dtype)),
-                  0xFF, size_of(dtype));
+      std::memset(
+          x.as<unsigned char>() + x.stride[0] * 3 * static_cast<std::int64_t>(size_of(dtype)), 0xFF,
+          size_of(dtype));
       ASSERT_EQ(TypeParam::run(cpu_backend(set), p, -1, 1), 0);
       for (std::int64_t r = 0; r < c.rows; ++r) {
         for (std::int64_t n = 0; n < c.columns[0]; ++n) {

@@ -62,7 +62,8 @@ inline double activation_value(Activation activation, double x) {
   return NAN;
 }
 
-// round(activation(y)). In fp32 the functions are good to 1e-6 of their value and, as 1 + tanh and 1
+// round(activation(y)). In fp32 the functions are good to 1e-6 of their value and, as 1 + tanh and
+// 1
 // + erf cancel for negative arguments, to 2^-22 of their argument.
 inline Interval activated(DType dtype, Activation activation, Interval y) {
   if (activation == Activation::kNone) return y;

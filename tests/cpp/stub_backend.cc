@@ -30,8 +30,7 @@ std::int32_t norm(const segki::NormArgs* args, const segki::Exec* exec) {
         1.0 / std::sqrt(sum / static_cast<double>(hidden) + static_cast<double>(args->norm.eps));
     for (std::int64_t i = 0; i < hidden; ++i) {
       const float weight = args->weight.present() ? args->weight.as<const float>()[i] : 1.0F;
-      out[i] =
-          static_cast<float>(scratch[i] * factor * (args->norm.weight_offset + weight));
+      out[i] = static_cast<float>(scratch[i] * factor * (args->norm.weight_offset + weight));
     }
   }
   return 0;
@@ -46,7 +45,7 @@ std::int32_t norm(const segki::NormArgs* args, const segki::Exec* exec) {
 }
 
 [[maybe_unused]] const segki::BackendTable* table() {
-  static const segki::BackendTable result = [] {
+  [[maybe_unused]] static const segki::BackendTable result = [] {
     segki::BackendTable t{};
     t.api_version = segki::kBackendApiVersion;
     t.struct_size = sizeof(t);

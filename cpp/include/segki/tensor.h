@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "segki/export.h"
+
 namespace segki {
 
 enum class DType : std::int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kI32 = 3, kI64 = 4, kU8 = 5 };
@@ -24,7 +26,7 @@ constexpr std::size_t size_of(DType dtype) {
   return 0;
 }
 
-const char* name_of(DType dtype);
+SEGKI_EXPORT const char* name_of(DType dtype);
 
 constexpr int kMaxRank = 4;
 

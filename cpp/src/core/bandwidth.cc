@@ -50,7 +50,7 @@ SEGKI_ALL_VECTOR_WIDTHS std::uint64_t sum(const std::byte* data, std::size_t byt
 }
 
 struct FreePages {
-  void operator()(std::byte* data) const { ::operator delete(data, std::align_val_t{kPage}); }
+  void operator()(std::byte* data) const { ::operator delete (data, std::align_val_t{kPage}); }
 };
 
 struct Measurement {
@@ -88,7 +88,7 @@ double read_bandwidth(std::size_t bytes, int threads, double seconds) {
   const auto parts = static_cast<std::size_t>(hook.parts);
   const std::size_t share = std::max<std::size_t>(bytes / parts / kBlock, 1) * kBlock;
   const std::unique_ptr<std::byte, FreePages> buffer(static_cast<std::byte*>(
-      ::operator new(parts * share, std::align_val_t{kPage}, std::nothrow)));
+      ::operator new (parts* share, std::align_val_t{kPage}, std::nothrow)));
   if (!buffer) {
     throw Error(ErrorCode::kOutOfMemory,
                 "read_bandwidth: no memory for " + std::to_string(parts * share) + " bytes");

@@ -168,8 +168,8 @@ class WorkerTeam {
     threads_.store(threads, std::memory_order_relaxed);
   }
 
-  // Parts may wait for each other, so each gets a thread of its own, whatever threads() says. Only a
-  // call from within a region of this same team runs its parts one after another.
+  // Parts may wait for each other, so each gets a thread of its own, whatever threads() says. Only
+  // a call from within a region of this same team runs its parts one after another.
   void run(std::int32_t parts, Body body, void* argument) {
     if (parts <= 1 || inside()) {
       for (std::int32_t part = 0; part < parts; ++part) {
@@ -296,8 +296,8 @@ class ThreadPool::Team : public WorkerTeam {
 ThreadPool::ThreadPool(int threads, int spin_us) {
   check_threads("ThreadPool", threads, 0);
   if (spin_us < 0) {
-    throw Error(ErrorCode::kInvalidArgument, "ThreadPool: argument 'spin_us' is " +
-                                                 std::to_string(spin_us) + ", accepted >= 0");
+    throw Error(ErrorCode::kInvalidArgument,
+                "ThreadPool: argument 'spin_us' is " + std::to_string(spin_us) + ", accepted >= 0");
   }
   team_ = std::make_unique<Team>(threads == 0 ? usable_cores() : threads, spin_us);
 }

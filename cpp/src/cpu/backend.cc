@@ -1,8 +1,9 @@
 // The CPU backend's table, one for each instruction set, and the choice between them.
+#include "segki/backend.h"
+
 #include <array>
 
 #include "cpu/kernels.h"
-#include "segki/backend.h"
 #include "segki/error.h"
 
 namespace segki {
@@ -40,9 +41,7 @@ bool machine_runs(InstructionSet set) {
   return set == InstructionSet::kGeneric;
 }
 
-bool usable(InstructionSet set) {
-  return projection_kernel(set) != nullptr && machine_runs(set);
-}
+bool usable(InstructionSet set) { return projection_kernel(set) != nullptr && machine_runs(set); }
 
 std::size_t scratch_bytes(OpId op, const void* args) {
   switch (op) {

@@ -24,7 +24,8 @@ struct GatedEpilogue {
     T* to = out + row * out_stride + column;
     for (std::int64_t i = 0; i < count; i += kLanes) {
       const std::int64_t n = std::min(kLanes, count - i);
-      const VF gate = biased(sums[0] + i, gate_bias == nullptr ? nullptr : gate_bias + column + i, n);
+      const VF gate =
+          biased(sums[0] + i, gate_bias == nullptr ? nullptr : gate_bias + column + i, n);
       const VF up = biased(sums[1] + i, up_bias == nullptr ? nullptr : up_bias + column + i, n);
       store_live(hn::Mul(activate<T>(activation, gate), up), to + i, n);
     }

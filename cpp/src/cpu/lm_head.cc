@@ -46,9 +46,12 @@ void run(const LmHeadArgs& args, const Exec& exec) {
   const Range range = part_range(columns, kSplitBlock, exec.part, exec.parts);
   if (range.begin == range.end) return;
   float* packed = static_cast<float*>(exec.scratch);
-  const LogitsEpilogue<T> epilogue = {args.bias.as<const T>(), args.logits.as<float>(),
-                                      args.logits.stride[0],   args.scale,
-                                      args.divisor,            args.softcap};
+  const LogitsEpilogue<T> epilogue = {args.bias.as<const T>(),
+                                      args.logits.as<float>(),
+                                      args.logits.stride[0],
+                                      args.scale,
+                                      args.divisor,
+                                      args.softcap};
   const T* weight = args.weight.as<const T>();
   if (args.transposed != 0) {
     pack_rows_transposed<T>(args.x, packed);

@@ -167,8 +167,8 @@ void pack_rows_transposed(const TensorView& x, float* packed) {
 
 // --- Sums over the lanes of several vectors at once.
 
-// One level of the tree: lanes of `a` that are `kDistance` apart are added; the results of `a` go to
-// lanes whose index has the bit kDistance clear, those of `c` to the others.
+// One level of the tree: lanes of `a` that are `kDistance` apart are added; the results of `a` go
+// to lanes whose index has the bit kDistance clear, those of `c` to the others.
 #if HWY_TARGET != HWY_SCALAR
 template <int kDistance>
 HWY_INLINE VF add_lanes(VF a, VF c) {
@@ -249,7 +249,8 @@ HWY_INLINE void tile_product(const T* HWY_RESTRICT w, std::int64_t apart, std::i
       const T* p = w + c * stride + i;
       load_chunk(p, a[c], b[c]);
       if constexpr (kPrefetch) {
-        const auto ahead = reinterpret_cast<std::uintptr_t>(p) + kAhead;  // may lie past the weights
+        const auto ahead =
+            reinterpret_cast<std::uintptr_t>(p) + kAhead;  // may lie past the weights
         for (std::size_t line = 0; line < kChunk * sizeof(T); line += 64) {
           hwy::Prefetch(reinterpret_cast<const char*>(ahead + line));
         }
@@ -281,8 +282,9 @@ HWY_INLINE void tile_product(const T* HWY_RESTRICT w, std::int64_t apart, std::i
 }
 
 // Sums of `columns` rows of W, at most kPanel, for one tile of packed rows. The rows of a register
-// tile are spread evenly over the panel, so that memory is read as C long streams: measurably faster
-// than neighbouring rows, whose short streams the hardware's prefetcher loses at each tile's end.
+// tile are spread evenly over the panel, so that memory is read as C long streams: measurably
+// faster than neighbouring rows, whose short streams the hardware's prefetcher loses at each tile's
+// end.
 template <int R, bool kPrefetch, typename T>
 HWY_NOINLINE void panel_product_r(const T* w, std::int64_t columns, std::int64_t k,
                                   const float* packed, float* sums) {

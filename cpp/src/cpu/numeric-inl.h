@@ -58,8 +58,7 @@ HWY_INLINE VU f32_to_bf16(VF v) {
   const DU du;
   const VU bits = hn::BitCast(du, v);
   const VU odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
-  const VU rounded =
-      hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(du, 0x7FFFu))));
+  const VU rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(du, 0x7FFFu))));
   const VU quiet = hn::Or(hn::ShiftRight<16>(bits), hn::Set(du, 0x40u));
   return hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(v)), quiet, rounded);
 }
@@ -87,7 +86,8 @@ HWY_INLINE VF f16_bits_to_f32(hn::Vec<DU16> bits16) {
   const VF scaled = hn::Mul(hn::BitCast(df, hn::ShiftLeft<13>(magnitude)), hn::Set(df, 0x1p112f));
   const VU special = hn::Or(hn::ShiftLeft<13>(magnitude), hn::Set(du, 0x7F800000u));
   const auto is_special = hn::Gt(magnitude, hn::Set(du, 0x7BFFu));
-  return hn::BitCast(df, hn::Or(sign, hn::IfThenElse(is_special, special, hn::BitCast(du, scaled))));
+  return hn::BitCast(df,
+                     hn::Or(sign, hn::IfThenElse(is_special, special, hn::BitCast(du, scaled))));
 }
 HWY_INLINE hn::Vec<DU16> f32_to_f16_bits(VF v) {
   const DF df;
@@ -97,8 +97,8 @@ HWY_INLINE hn::Vec<DU16> f32_to_f16_bits(VF v) {
   const VF magnitude = hn::Abs(v);
   const VU m = hn::BitCast(du, magnitude);
   // Subnormal result: adding 0.5 lets the addition round at 2^-24, the spacing of subnormals.
-  const VU subnormal = hn::Sub(hn::BitCast(du, hn::Add(magnitude, hn::Set(df, 0.5f))),
-                               hn::Set(du, 0x3F000000u));
+  const VU subnormal =
+      hn::Sub(hn::BitCast(du, hn::Add(magnitude, hn::Set(df, 0.5f))), hn::Set(du, 0x3F000000u));
   const VU odd = hn::And(hn::ShiftRight<13>(m), hn::Set(du, 1u));
   const VU normal = hn::ShiftRight<13>(
       hn::Sub(hn::Add(m, hn::Add(odd, hn::Set(du, 0xFFFu))), hn::Set(du, 112u << 23)));
@@ -256,8 +256,7 @@ HWY_INLINE VF activate(VF x) {
     return rounded<T>(hn::Div(x, hn::Add(set(1.0f), exp(hn::Neg(x)))));
   } else if constexpr (kActivation == Activation::kGeluTanh) {
     const VF cube = hn::Mul(hn::Mul(x, x), x);
-    const VF inner =
-        hn::Mul(set(0.797884561f), hn::Add(x, hn::Mul(set(0.044715f), cube)));
+    const VF inner = hn::Mul(set(0.797884561f), hn::Add(x, hn::Mul(set(0.044715f), cube)));
     return rounded<T>(hn::Mul(hn::Mul(set(0.5f), x), hn::Add(set(1.0f), tanh(inner))));
   } else if constexpr (kActivation == Activation::kGeluErf) {
     const VF e = erf(hn::Mul(x, set(0.707106781f)));

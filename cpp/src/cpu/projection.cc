@@ -69,14 +69,10 @@ void run(const ProjectionArgs& args, const Exec& exec) {
         std::min(columns, std::max(mine.end - before, std::int64_t{0}) * kSplitBlock)};
     before += count;
     if (range.begin >= range.end) continue;
-    const ProjectionEpilogue<T> epilogue = {args.bias[i].as<const T>(),
-                                            args.out[i].as<T>(),
-                                            args.out[i].stride[0],
-                                            args.residual.as<const T>(),
-                                            args.residual.stride[0],
-                                            args.residual_scale,
-                                            args.branch_scale,
-                                            args.activation};
+    const ProjectionEpilogue<T> epilogue = {args.bias[i].as<const T>(), args.out[i].as<T>(),
+                                            args.out[i].stride[0],      args.residual.as<const T>(),
+                                            args.residual.stride[0],    args.residual_scale,
+                                            args.branch_scale,          args.activation};
     const T* weight = args.weight[i].as<const T>();
     if (args.transposed != 0) {
       matmul_transposed(weight, columns, range, k, rows, packed, sums, epilogue);

@@ -17,7 +17,7 @@
 
 // The variant of a function for one instruction set, null where it was not compiled. Use in the
 // HWY_ONCE part of a kernel's file, beside the functions' HWY_NAMESPACEs.
-#define SEGKI_CPU_VARIANT(set, function)                                  \
+#define SEGKI_CPU_VARIANT(set, function)                                      \
   ((set) == ::segki::cpu::InstructionSet::kAvx512 ? HWY_CHOOSE_AVX3(function) \
    : (set) == ::segki::cpu::InstructionSet::kAvx2 ? HWY_CHOOSE_AVX2(function) \
                                                   : HWY_CHOOSE_FALLBACK(function))

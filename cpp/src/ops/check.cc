@@ -44,8 +44,8 @@ bool fits(const TensorView& view, std::initializer_list<Dim*> dims) {
 
 void Checker::refuse(const std::string& name, const std::string& given,
                      const std::string& accepted) const {
-  throw Error(ErrorCode::kInvalidArgument, std::string(op_) + ": argument '" + name + "' " + given +
-                                               ", accepted " + accepted);
+  throw Error(ErrorCode::kInvalidArgument,
+              std::string(op_) + ": argument '" + name + "' " + given + ", accepted " + accepted);
 }
 
 void Checker::shape(const char* name, const TensorView& view,
@@ -94,10 +94,10 @@ void Checker::dense(const char* name, const TensorView& view) const {
   std::int64_t stride = 1;
   for (int d = view.rank - 1; d >= 0; --d) {
     if (view.shape[d] > 1 && view.stride[d] != stride) {
-      refuse(name,
-             "has shape " + text_of(view, view.shape) + " and strides " +
-                 text_of(view, view.stride),
-             "dense row-major memory");
+      refuse(
+          name,
+          "has shape " + text_of(view, view.shape) + " and strides " + text_of(view, view.stride),
+          "dense row-major memory");
     }
     stride *= view.shape[d];
   }

@@ -18,9 +18,7 @@ namespace segki::ops {
 constexpr std::size_t kBytesWorthSharing = std::size_t{64} << 10;
 
 struct FreeScratch {
-  void operator()(std::byte* address) const {
-    ::operator delete(address, std::align_val_t{64});
-  }
+  void operator()(std::byte* address) const { ::operator delete (address, std::align_val_t{64}); }
 };
 
 [[noreturn]] void throw_no_kernel(const char* op, const Backend& backend);
@@ -53,7 +51,7 @@ void run(const Backend& backend, const Args& args, const RunOptions& options, st
   if (share != 0) {
     const std::size_t total = share * static_cast<std::size_t>(parts);
     scratch.reset(
-        static_cast<std::byte*>(::operator new(total, std::align_val_t{64}, std::nothrow)));
+        static_cast<std::byte*>(::operator new (total, std::align_val_t{64}, std::nothrow)));
     if (!scratch) {
       throw_no_scratch(Traits::kName, total);
     }

@@ -38,9 +38,9 @@ void check_norm(const ops::Checker& checker, const NormNames& names, const NormS
   one(names.weight, weight);
   one(names.bias, bias);
   if (bias.present() && weight.present() && bias.rank != weight.rank) {
-    checker.refuse(names.bias, "has rank " + std::to_string(bias.rank),
-                   "the rank of '" + std::string(names.weight) + "', " +
-                       std::to_string(weight.rank));
+    checker.refuse(
+        names.bias, "has rank " + std::to_string(bias.rank),
+        "the rank of '" + std::string(names.weight) + "', " + std::to_string(weight.rank));
   }
   if (norm.kind != NormKind::kLayer) {
     checker.absent(names.bias, bias, "unless the norm's kind is 2 (layer)");
