@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ GRANULE = 256  # cache lengths are multiples of this, so that a slightly longer 
 class BoundWeight:
     """Where a parameter lay when the programs were built."""
 
-    ref: ParamRef
+    holder: dict[str, torch.Tensor | None]  # the owning module's parameters or buffers
+    name: str
     address: int
 
 
@@ -64,12 +66,19 @@ class Engine:
         self._steps.clear()
         self._weights = []
         for ref in parameter_refs(self.plan):
-            self._weights.append(BoundWeight(ref, resolve(self.model, ref).data_ptr()))
+            owner, _, name = ref.name.rpartition(".")
+            module = self.model.get_submodule(owner)
+            holder: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+            tensor = holder.get(name)
+            if tensor is not None:
+                self._weights.append(BoundWeight(holder, name, tensor.data_ptr()))
 
     def follow_weights(self) -> None:
         """Build the programs again if a weight lies elsewhere than when they were built; in-place updates need nothing."""
-        if any(resolve(self.model, bound.ref).data_ptr() != bound.address for bound in self._weights):
-            self.bind()
+        for bound in self._weights:
+            tensor = bound.holder.get(bound.name)
+            if tensor is None or tensor.data_ptr() != bound.address:
+                return self.bind()
 
     def step(self, rows: int, tokens: int) -> Step:
         """A step of `rows` rows with room for `tokens` tokens a row (prompt and new); cache and programs are kept between calls.

@@ -53,13 +53,16 @@ class Injection:
             vars(self.report).update(vars(fresh) | {"fallbacks": fallbacks})
         if self.engine is None:
             raise Decline("; ".join(self.report.reasons))
-        for name, module in self.model.named_modules():
-            if hooked(module):
-                raise Decline(f"a forward hook is registered on {name or type(module).__name__}")
-            if module.training and (problem := module_problem(name, module)) is not None:
+        for module in self.watch.modules:
+            if (module._forward_hooks or module._forward_pre_hooks) and hooked(module):
+                raise Decline(f"a forward hook is registered on {self._name(module)}")
+            if module.training and (problem := module_problem(self._name(module), module)) is not None:
                 raise Decline(problem)
         self.engine.follow_weights()
         return self.engine
+
+    def _name(self, module: nn.Module) -> str:
+        return next((name for name, m in self.model.named_modules() if m is module and name), type(module).__name__)
 
     def fall_back(self, reason: str) -> None:
         """Note (and log once) why a call goes to the model's own generate."""

@@ -25,9 +25,10 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.modules = list(model.modules())
         self._entries = [
             (module, type(module), scalars(module), set(module._parameters), self._facts(module))
-            for module in model.modules()
+            for module in self.modules
         ]
 
     @staticmethod
