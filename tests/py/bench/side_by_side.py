@@ -2,7 +2,7 @@
 
 Writes side_by_side.json and side_by_side.png to a folder. Nothing else should run on the machine.
 
-    python tests/py/bench/side_by_side.py --out /tmp/figures
+    python tests/py/bench/side_by_side.py --out figures
 """
 
 from __future__ import annotations
