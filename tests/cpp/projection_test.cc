@@ -193,6 +193,41 @@ TYPED_TEST(Matmul, NanInOneRowStaysInIt) {
   }
 }
 
+// Products of two numbers are exact in fp32, so that one rounding is left, whose answer is known:
+// ties, subnormal results and overflow included.
+TEST(Projection, RoundsToNearestEven) {
+  const std::uint64_t seed = fresh_seed();
+  for (const std::string& set : cpu_instruction_sets()) {
+    const Backend backend = cpu_backend(set);
+    for (DType dtype : {DType::kBF16, DType::kF16}) {
+      SCOPED_TRACE(set + " " + name_of(dtype) + " SEGKI_TEST_SEED=" + std::to_string(seed));
+      constexpr std::int64_t kColumns = 1000;
+      MatmulProblem p({.rows = 64, .k = 1, .columns = {kColumns}, .dtype = dtype}, seed);
+      const double scales[] = {1.0, 0x1p-7, 0x1p9, dtype == DType::kBF16 ? 0x1p64 : 0x1p4};
+      for (std::int64_t r = 0; r < p.c.rows; ++r) {
+        p.x.set(r, 0, round_to(dtype, p.x.get(r, 0) * scales[r % 4]));
+      }
+      for (std::int64_t n = 0; n < kColumns; ++n) {
+        p.weight[0].set(n, 0, round_to(dtype, p.weight[0].get(n, 0) * scales[n / 2 % 4]));
+      }
+      int ties = 0;
+      ASSERT_EQ(run_kernel(backend, p.projection()), 0);
+      for (std::int64_t r = 0; r < p.c.rows; ++r) {
+        for (std::int64_t n = 0; n < kColumns; ++n) {
+          const double product = p.x.get(r, 0) * p.weight[0].get(n, 0);
+          const double expected = round_to(dtype, product);
+          ASSERT_EQ(p.out[0].get(r, n), expected) << "product " << product;
+          const double opposite = product + (product - expected);  // as far on the other side
+          if (std::isfinite(opposite) && opposite != expected &&
+              opposite == round_to(dtype, opposite))
+            ++ties;
+        }
+      }
+      EXPECT_GT(ties, 0);  // else the test shows too little
+    }
+  }
+}
+
 TEST(CpuBackend, InstructionSets) {
   const std::vector<std::string> sets = cpu_instruction_sets();
   ASSERT_FALSE(sets.empty());
