@@ -38,9 +38,9 @@ clean:
 	rm -rf build $(VENV) .deps
 
 $(VENV)/tools.stamp: tools/fetch_debian_packages.sh
-	@command -v c++ >/dev/null || command -v g++ >/dev/null || { echo "make: no C++ compiler found; install one (Debian: apt-get install g++)" >&2; exit 1; }
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "make: no C++ compiler found; install one (Debian: apt-get install g++)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: $(PYTHON) is older than 3.10" >&2; exit 1; }
-	bash tools/fetch_debian_packages.sh
+	bash tools/fetch_debian_packages.sh $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "cmake>=3.25,<4" ninja
 	@touch $@

@@ -8,7 +8,6 @@ the log, so that signature, results and errors stay those of transformers.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +25,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDeco
 from segki.cache import Prompt, divert, restore
 from segki.engine import Decode, Engine, StopSpec
 from segki.native import MAX_ROWS
-from segki.validate import check_ids, left_padding
-
-logger = logging.getLogger("segki")
-
-CACHE_NAMES = ("cache", "past_key_values")
+from segki.validate import CACHE_NAMES, left_padding
 
 
 class Decline(Exception):
@@ -193,8 +188,6 @@ def decode(
 ) -> Any:
     """Prefill by the model, decode by the native step; returns what transformers' `_sample` returns."""
     rows, rule = input_ids.shape[0], request.rule
-    if request.prompt_tokens > 0 and inputs.get("inputs_embeds") is None:
-        check_ids(input_ids, engine.plan.vocab_size)
     step = engine.step(rows, request.prompt_tokens + rule.max_new_tokens)
     assert engine.cache is not None
     prompt = Prompt(engine.cache, request.first)

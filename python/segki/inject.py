@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from segki.detect import detect
-from segki.detect.guard import hooked, module_problem
+from segki.detect.guard import module_problem
 from segki.detect.run import preserved
 from segki.engine import Engine
 from segki.generate import Decline, decoding_method, own_mode
@@ -54,10 +54,8 @@ class Injection:
         if self.engine is None:
             raise Decline("; ".join(self.report.reasons))
         for module in self.watch.modules:
-            if (module._forward_hooks or module._forward_pre_hooks) and hooked(module):
-                raise Decline(f"a forward hook is registered on {self._name(module)}")
-            if module.training and (problem := module_problem(self._name(module), module)) is not None:
-                raise Decline(problem)
+            if (problem := module_problem("", module)) is not None:
+                raise Decline(f"{self._name(module)}: {problem}")
         self.engine.follow_weights()
         return self.engine
 

@@ -10,10 +10,10 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from segki.cache import Prompt, divert
-from segki.generate import CACHE_NAMES, Decline
+from segki.generate import Decline
 from segki.inject import injection_of
 from segki.probe import forced_decode
-from segki.validate import left_padding
+from segki.validate import CACHE_NAMES, left_padding
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-CACHES = ("cache", "past_key_values")
+CACHE_NAMES = ("cache", "past_key_values")
 
 
 def check_inputs(embedding: torch.Tensor, input_ids: Any, kwargs: dict[str, Any]) -> None:
@@ -36,13 +36,13 @@ def check_inputs(embedding: torch.Tensor, input_ids: Any, kwargs: dict[str, Any]
     if not isinstance(source, torch.Tensor):
         return
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        past = any(kwargs.get(name) is not None for name in CACHES)
+        past = any(kwargs.get(name) is not None for name in CACHE_NAMES)
         if mask.shape[0] != source.shape[0] or (mask.shape[1] != source.shape[1] and not past):
             raise ValueError(
                 f"attention_mask: given shape {list(mask.shape)}, accepted {list(source.shape[:2])} as the prompt's"
             )
         check_mask(mask)
-    for name in CACHES:
+    for name in CACHE_NAMES:
         cache: Any = kwargs.get(name)
         if not getattr(cache, "layers", None) or any(getattr(cache, "is_sliding", ())):
             continue

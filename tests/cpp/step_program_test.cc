@@ -424,6 +424,22 @@ TEST_F(StepProgramTest, ProfileRunsOnce) {
   }
 }
 
+// The pool runs the parts of a nested region one after another: a barrier between them would wait
+// forever.
+TEST_F(StepProgramTest, RunsInsideARegionOfItsOwnPool) {
+  ThreadPool pool(3);
+  const ParallelHook hook = pool.hook();
+  StepProgram program = chain(4, hook);
+  const std::vector<float> expected = expected_after(8);
+  hook.run(
+      hook.context, 2,
+      [](void* argument, std::int32_t part) {
+        if (part == 1) static_cast<StepProgram*>(argument)->run();
+      },
+      &program);
+  EXPECT_EQ(first_, expected);
+}
+
 TEST_F(StepProgramTest, RunAllocatesNothing) {
   calls().norm_scratch = 64;
   CountedPool concurrent(3);

@@ -393,3 +393,34 @@ def test_scalar_attribute_changed_while_injected_is_followed(model: Any, origina
             layer.self_attn.scaling *= 3.0
             layer.input_layernorm.variance_epsilon = 0.5
     assert torch.equal(tokens(model), tokens(original))
+
+
+def test_forward_patched_after_inject_is_called(model: Any, original: Any) -> None:
+    """An instance's own forward (accelerate, a user's patch) is never skipped, and its removal makes the step native again."""
+    free = tokens(original)
+    assert torch.equal(tokens(model), free)
+    for m in (original, model):
+        mlp = m.model.layers[1].mlp
+        mlp.forward = lambda x, own=mlp.forward: -own(x)
+    want = tokens(original)
+    assert not torch.equal(want, free)
+    assert torch.equal(tokens(model), want)
+    for m in (original, model):
+        del m.model.layers[1].mlp.forward
+    assert torch.equal(tokens(model), free)
+
+
+def test_global_hook_is_called_as_often_as_before(model: Any, original: Any) -> None:
+    """A hook on all modules (a profiler's) is not skipped either."""
+    tokens(model)
+    calls: list[type] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(type(module)))
+    try:
+        want = tokens(original)
+        own, calls = calls[:], []
+        handle.remove()
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(type(module)))
+        assert torch.equal(tokens(model), want)
+        assert calls == own
+    finally:
+        handle.remove()

@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/region.h"
 #include "segki/error.h"
 
 namespace segki {
@@ -287,6 +288,8 @@ WorkerTeam& default_team() {
 }
 
 }  // namespace
+
+bool inside_region() { return current_frame != nullptr; }
 
 class ThreadPool::Team : public WorkerTeam {
  public:

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/region.h"
 #include "runtime/memory.h"
 #include "segki/error.h"
 #include "segki/parallel.h"
@@ -173,7 +174,7 @@ void StepProgram::Impl::run(void* stream, double* seconds) {
   if (run_parts == 1) {
     Region region{*this, stream, 1, 0, ops.size(), nullptr, seconds, failure};
     run_part(&region, 0);
-  } else if (hook.concurrent != 0 && run_parts == parts) {
+  } else if (hook.concurrent != 0 && run_parts == parts && !inside_region()) {
     Region region{*this, stream, parts, 0, ops.size(), &*barrier, seconds, failure};
     hook.run(hook.context, parts, run_part, &region);
   } else {

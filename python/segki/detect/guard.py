@@ -62,6 +62,10 @@ def tensor_problem(name: str, tensor: Tensor) -> str | None:
 
 def hooked(module: nn.Module) -> bool:
     """Whether a forward would call a hook; those that transformers installs to collect `output_hidden_states` do nothing by themselves."""
+    if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return True
+    if not module._forward_hooks and not module._forward_pre_hooks:
+        return False
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
