@@ -245,9 +245,10 @@ TEST_P(SelectToken, GreedyChoiceMovesTheRow) {
 }
 
 TEST_P(SelectToken, EosStopsAndTheStoppedRowEmitsPad) {
-  set_eos({kVocabulary + 7, best(1), 3});
   logits(0)[4] = 100.0F;
+  logits(1)[6] = 100.0F;
   logits(2)[5] = 100.0F;
+  set_eos({kVocabulary + 7, best(1), 3});
   run();
   expect_chosen(0, 4, StopReason::kRunning);
   expect_chosen(1, best(1), StopReason::kEos);
@@ -297,12 +298,14 @@ TEST_P(SelectToken, MinimumKeepsEosOut) {
     without[static_cast<std::size_t>(ids.back())] = -kInfinity;
   }
   set_eos({ids[3], ids[0], ids[0], ids[4], ids[1], ids[2], kVocabulary});
-  logits(1)[ids[0] == 7 ? 8 : 7] = 1000.0F;
+  std::int64_t allowed = 7;
+  while (std::find(ids.begin(), ids.end(), allowed) != ids.end()) ++allowed;
+  logits(1)[allowed] = 1000.0F;
   run();
   const std::int64_t chosen = reference_argmax(without.data(), kVocabulary);
   EXPECT_NE(chosen, first);
   expect_chosen(0, chosen, StopReason::kRunning);
-  expect_chosen(1, best(1), StopReason::kRunning);
+  expect_chosen(1, allowed, StopReason::kRunning);
   // From the third token on eos is allowed.
   run();
   EXPECT_EQ(next(0), first);
@@ -341,6 +344,7 @@ TEST_P(SelectToken, ForcedTokensIgnoreEos) {
 
 TEST_P(SelectToken, NaNStopsTheRowAlone) {
   set_eos({700, 3});
+  logits(0)[4] = 100.0F;
   logits(1)[900] = kNaN;
   logits(1)[700] = kNaN;
   logits(2)[1199] = kNaN;
