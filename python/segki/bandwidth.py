@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ReadBandwidth", "Share", "measure_read_bandwidth", "step_weight_bytes", "usable_cores"]
+__all__ = ["ReadBandwidth", "Share", "measure_read_bandwidth", "native_step_bytes", "step_weight_bytes", "usable_cores"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,50 @@ def step_weight_bytes(model: Any) -> int:
         for parameter in model.parameters()
         if id(parameter) not in looked_up
     )
+
+
+def native_step_bytes(model: Any, plan: Any) -> int:
+    """Return the bytes that one decode step of one row moves, from the plan of the step.
+
+    Weights are read once, of the routed experts the chosen ones only; recurrent states are read and
+    written. Tables that are looked up by row and the keys and values of the context do not count.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model that the plan belongs to.
+    plan : segki.plan.ModelPlan
+        Its native step.
+    """
+    from segki.detect import resolve
+    from segki.engine import parameter_refs
+    from segki.plan import ExpertWeights
+
+    sizes: dict[int, float] = {}  # by address: a tied weight counts once
+
+    def count(part: Any, share: float = 1.0) -> None:
+        for ref in parameter_refs(part):
+            weight = resolve(model, ref)
+            sizes[weight.data_ptr()] = weight.numel() * weight.element_size() * share
+
+    moving = 0
+    for layer in plan.layers:
+        for node in layer.nodes:
+            moe, gdn = node.moe, node.gdn
+            for name in node.__dataclass_fields__:
+                if name != "moe":
+                    count(getattr(node, name))
+            if moe is not None:
+                for name in moe.__dataclass_fields__:
+                    part = getattr(moe, name)
+                    count(part, moe.router.top_k / moe.experts if isinstance(part, ExpertWeights) else 1.0)
+            if gdn is not None:
+                channels = 2 * gdn.key_heads * gdn.key_dim + gdn.value_heads * gdn.value_dim
+                moving += 2 * 4 * gdn.value_heads * gdn.key_dim * gdn.value_dim
+                moving += 2 * channels * gdn.conv_width * resolve(model, gdn.out.weight).element_size()
+    count(plan.final_norm)
+    count(plan.head)
+    return round(sum(sizes.values())) + moving
 
 
 def _native_reader() -> Callable[[int, int, float], float] | None:

@@ -2,7 +2,7 @@
 
 Layers subclass the installed `DynamicLayer` and `DynamicSlidingWindowLayer`, so that masks, lengths and `isinstance` checks stay
 transformers' own. They store nothing: the first chunk's keys and values go straight into the slots of the `HybridCache` (without left
-padding) and are returned to the attention as they came.
+padding) and are returned to the attention as they came. For linear attention see `segki.linear_cache`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from segki import _segki
-from segki.native import view
-from segki.plan import ModelPlan
+from segki.native import TorchMemory, view
+from segki.plan import AttentionPlan, ModelPlan
+from segki.program import cached_blocks
 
 
 class Prompt:
     """Where the prompts of a batch go: the native cache and the number of padding tokens on the left of each row."""
 
-    def __init__(self, cache: _segki.HybridCache, first: torch.Tensor) -> None:
+    def __init__(self, cache: _segki.HybridCache, memory: TorchMemory, first: torch.Tensor) -> None:
         self.cache = cache
+        self.memory = memory
         self.first = [int(count) for count in first]
         self.repeats: dict[int, int] = {}  # layer -> how often the model's own cache holds each key and value head
 
@@ -32,6 +34,11 @@ class Prompt:
         self.repeats[index] = repeat = keys.shape[1] // self.cache.keys(index).shape[1]
         keys, values = (dense_heads(once(states, repeat)) for states in (keys, values))
         self.cache.fill(index, view(keys), view(values), self.first)
+
+
+    def shared(self, state: _segki.View, dtype: torch.dtype) -> torch.Tensor:
+        """The slots of this batch's rows of a linear-attention state, as a tensor on the same memory."""
+        return self.memory.tensor(state.address, dtype, (len(self.first), *state.shape[1:]))
 
 
 def once(states: torch.Tensor, repeat: int) -> torch.Tensor:
@@ -86,11 +93,20 @@ class SlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         return key_states, value_states
 
 
+def linear_layer(prompt: Prompt, index: int) -> Any:
+    """A linear-attention layer on the native slots; transformers has had such layers since 5.0."""
+    from segki.linear_cache import LinearLayer
+
+    return LinearLayer(prompt.shared, prompt.cache, index)
+
+
 def divert(cache: DynamicCache, plan: ModelPlan, prompt: Prompt) -> None:
     """Make an empty cache of transformers write into the native one."""
-    blocks = [node.attention for layer in plan.layers for node in layer.nodes if node.attention]
     layers: list[Any] = []
-    for index, block in enumerate(blocks):
+    for index, block in enumerate(cached_blocks(plan)):
+        if not isinstance(block, AttentionPlan):
+            layers.append(linear_layer(prompt, index))
+            continue
         own = cache.layers[index] if index < len(cache.layers) else None
         window = getattr(own, "sliding_window", None) if getattr(own, "is_sliding", False) else None
         if window is None and own is None and block.window is not None:
@@ -107,6 +123,9 @@ def restore(cache: DynamicCache, prompt: Prompt, lengths: list[int], tokens: int
     native, rows = prompt.cache, len(prompt.first)
     layers: list[Any] = []
     for index, diverted in enumerate(cache.layers):
+        if hasattr(diverted, "detached"):
+            layers.append(diverted.detached())
+            continue
         window = diverted.sliding_window if isinstance(diverted, SlidingLayer) else None
         begin = 0 if window is None else max(tokens - window + 1, 0)
         shapes = [part.shape for part in (native.keys(index), native.values(index))]

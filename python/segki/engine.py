@@ -15,6 +15,7 @@ from segki.native import DTYPES, MAX_ROWS, TorchMemory, view
 from segki.plan import ModelPlan, ParamRef, RopePlan
 from segki.program import Step, StepBuilder, StepState, cache_layers
 
+KEPT_STEPS = 4  # batch sizes whose program and buffers are kept; one more takes the place of the least recently used
 GRANULE = 256  # cache lengths are multiples of this, so that a slightly longer request does not reallocate
 
 
@@ -61,6 +62,11 @@ class Engine:
         known = [limit for limit in limits if limit is not None]
         return min(known) if known else None
 
+    @property
+    def has_linear_state(self) -> bool:
+        """Whether some layer keeps a recurrent state, from which no token can be taken back."""
+        return any(node.gdn for layer in self.plan.layers for node in layer.nodes)
+
     def bind(self) -> None:
         """Note where every weight lies; programs are built again at their next use."""
         self._steps.clear()
@@ -97,9 +103,11 @@ class Engine:
             raise ValueError(f"tokens: given {tokens} a row, accepted up to {limit} (positions of this model)")
         if self.cache is None or self.cache.rows < rows or self.cache.max_len < tokens:
             self._grow(rows, tokens)
-        if rows not in self._steps:
-            self._steps[rows] = self._build(rows)
-        return self._steps[rows]
+        step = self._steps.pop(rows, None) or self._build(rows)
+        while len(self._steps) >= KEPT_STEPS:
+            del self._steps[next(iter(self._steps))]
+        self._steps[rows] = step  # the last one is the most recently used
+        return step
 
     def _grow(self, rows: int, tokens: int) -> None:
         if self.cache is not None:
@@ -148,6 +156,8 @@ class Decode:
         i32 `[rows]`: tokens of each row that are in the cache (without padding).
     forced
         i64 `[rows, T]` or None: take these tokens instead of choosing (teacher forcing).
+    positions
+        `[rows]`: rotary position of each row's first new token; None: `lengths`.
     advance_finished
         Stopped rows go on with pad tokens, as in transformers; else their state stands still.
     """
@@ -161,19 +171,20 @@ class Decode:
         with_log_prob: bool = False,
         forced: torch.Tensor | None = None,
         advance_finished: bool = False,
+        positions: torch.Tensor | None = None,
     ) -> None:
         self.state = step.state
         state = step.state
         state.lengths.copy_(lengths)
-        state.positions.copy_(lengths)
+        state.positions.copy_(lengths if positions is None else positions)
         state.lengths.sub_(1)  # choosing the first token advances them: the last prompt token counts as the step's input
         state.positions.sub_(1)
-        for tensor in (state.generated, state.finished, state.history):
+        for tensor in (state.generated, state.finished, state.frozen, state.history):
             tensor.zero_()
         self._eos = torch.tensor(rule.eos, dtype=torch.int64)
         self._forced = forced
         args = _segki.SelectTokenArgs()
-        for name in ("logits", "next", "lengths", "positions", "generated", "finished", "history"):
+        for name in ("logits", "next", "lengths", "positions", "generated", "finished", "frozen", "history"):
             setattr(args, name, view(getattr(state, name)))
         if with_log_prob:
             args.log_prob = view(state.log_prob)

@@ -27,6 +27,12 @@ from segki.engine import Decode, Engine, StopSpec
 from segki.native import MAX_ROWS
 from segki.validate import CACHE_NAMES, left_padding
 
+# Inputs of the model that only its prefill reads.
+VISION_INPUTS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids", "second_per_grid_ts")
+KNOWN_INPUTS = frozenset(
+    {"attention_mask", "position_ids", "cache_position", "inputs_embeds", "logits_to_keep", "use_cache", *CACHE_NAMES, *VISION_INPUTS}
+)
+
 
 class Decline(Exception):
     """The native step cannot serve this request; the text is the reason."""
@@ -40,6 +46,12 @@ class Request:
     cache_name: str
     first: torch.Tensor  # i64 [rows], padding tokens on the left
     prompt_tokens: int  # positions of the prompt, padding included
+    positions: torch.Tensor  # i64 [rows], rotary position of each row's first new token
+
+    @property
+    def tokens(self) -> int:
+        """Room that a row needs: tokens of its cache and entries of position tables."""
+        return int(torch.maximum(self.prompt_tokens - self.first, self.positions).max()) + self.rule.max_new_tokens
 
 
 def stop_spec(logits_processor: Any, stopping_criteria: Any, config: Any, prompt_ids: int) -> StopSpec:
@@ -82,7 +94,7 @@ def stop_spec(logits_processor: Any, stopping_criteria: Any, config: Any, prompt
 
 
 def plan_request(
-    engine: Engine, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, inputs: dict[str, Any]
+    engine: Engine, model: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, inputs: dict[str, Any]
 ) -> Request:
     """Check that the native step can serve a request; raises `Decline` with the reason if not."""
     rule = stop_spec(logits_processor, stopping_criteria, config, input_ids.shape[1])
@@ -101,8 +113,7 @@ def plan_request(
     cache = inputs[cache_name]
     if type(cache) is not DynamicCache or cache.get_seq_length() > 0:
         raise Decline(f"a {type(cache).__name__} by cache_implementation")
-    known = {"attention_mask", "position_ids", "cache_position", "inputs_embeds", "logits_to_keep", "use_cache", *CACHE_NAMES}
-    if other := sorted(name for name, value in inputs.items() if value is not None and name not in known):
+    if other := sorted(name for name, value in inputs.items() if value is not None and name not in KNOWN_INPUTS):
         raise Decline(f"model inputs {', '.join(other)} are not known to the native step")
     embeds = inputs.get("inputs_embeds")
     rows, tokens = input_ids.shape if embeds is None else embeds.shape[:2]
@@ -114,19 +125,39 @@ def plan_request(
     first = left_padding(mask, rows, tokens)
     if first is None:
         raise Decline("the attention mask has holes")
-    positions = inputs.get("position_ids")
-    if positions is not None:
-        expected = (torch.arange(tokens)[None] - first[:, None]).clamp(min=0)
-        real = torch.arange(tokens)[None] >= first[:, None]
-        if positions.shape != (rows, tokens) and positions.shape != (1, tokens) or not bool(
-            ((positions == expected) | ~real).all()
-        ):
-            raise Decline("position_ids that do not count the real tokens from 0")
+    positions = next_positions(inputs.get("position_ids"), first, tokens, steady=hasattr(model, "_prefill"))
+    request = Request(rule, cache_name, first, tokens, positions)
     limit = engine.max_positions
-    longest = int((tokens - first).max()) + rule.max_new_tokens
-    if limit is not None and longest > limit:
-        raise Decline(f"{longest} positions, this model's tables end at {limit}")
-    return Request(rule, cache_name, first, tokens)
+    if limit is not None and request.tokens > limit:
+        raise Decline(f"{request.tokens} positions, this model's tables end at {limit}")
+    return request
+
+
+def next_positions(position_ids: torch.Tensor | None, first: torch.Tensor, tokens: int, *, steady: bool) -> torch.Tensor:
+    """Rotary position of each row's first new token, i64 `[rows]`.
+
+    transformers 5 counts on from the last column of `position_ids` (`[rows or 1, T]`; multimodal rotary embedding `[3, rows, T]`, or
+    `[4, rows, T]` with text positions first), whatever the columns before it are; 4.57 counts the real tokens (`steady` False).
+    """
+    rows = first.shape[0]
+    counted = tokens - first
+    if position_ids is None:
+        return counted
+    if position_ids.dim() == 3 and position_ids.shape[0] in (3, 4) and steady:
+        last = position_ids[-3:, :, -1]
+        if not bool((last == last[:1]).all()):
+            raise Decline("position_ids that end inside of an image")
+        last = last[0]
+    elif position_ids.dim() == 2 and position_ids.shape[1] == tokens:
+        last = position_ids[:, -1]
+    else:
+        raise Decline(f"position_ids of shape {list(position_ids.shape)}")
+    if last.shape[0] not in (1, rows):
+        raise Decline(f"position_ids of {last.shape[0]} rows")
+    following = (last.to(torch.int64) + 1).expand(rows)
+    if bool((following < 0).any()) or (not steady and not torch.equal(following, counted)):
+        raise Decline("position_ids that do not count the real tokens from 0")
+    return following
 
 
 def prefill(model: Any, input_ids: torch.Tensor, config: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -188,17 +219,17 @@ def decode(
 ) -> Any:
     """Prefill by the model, decode by the native step; returns what transformers' `_sample` returns."""
     rows, rule = input_ids.shape[0], request.rule
-    step = engine.step(rows, request.prompt_tokens + rule.max_new_tokens)
+    step = engine.step(rows, request.tokens)
     assert engine.cache is not None
-    prompt = Prompt(engine.cache, request.first)
+    prompt = Prompt(engine.cache, engine.memory, request.first)
     cache = inputs[request.cache_name]
     divert(cache, engine.plan, prompt)
     logits = prefill(model, input_ids, config, inputs)
     wanted = bool(config.return_dict_in_generate)
-    if streamer is not None or (wanted and (config.output_scores or config.output_logits)):
-        rule = dataclasses.replace(rule, check_every=1)
+    if streamer is not None or (wanted and (config.output_scores or config.output_logits or engine.has_linear_state)):
+        rule = dataclasses.replace(rule, check_every=1)  # a recurrent state that is handed back cannot take a step back
     lengths = request.prompt_tokens - request.first
-    run = Decode(engine, step, lengths.to(torch.int32), rule, advance_finished=wanted)
+    run = Decode(engine, step, lengths.to(torch.int32), rule, advance_finished=wanted, positions=request.positions)
     recorder = Recorder(run, input_ids, processors, config, streamer)
     run.first(logits)
     recorder.logits_of(logits, 0)
@@ -241,7 +272,7 @@ def decoding_method(ready: Callable[[], Engine], log: Callable[[str], None], str
             if mode.name != "GREEDY_SEARCH":
                 raise Decline(f"{mode.value} is left to the model's own generate")
             engine = ready()
-            request = plan_request(engine, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+            request = plan_request(engine, model, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
         except Decline as reason:
             log(str(reason))
             own = getattr(type(model), GENERATION_MODES_MAPPING[mode])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from segki import _segki
+from segki.plan import HeadView, NormPlan, ParamRef
+
+Resolve = Callable[[ParamRef], torch.Tensor]  # the live parameter that a plan names
 
 DTYPES = {
     torch.float32: _segki.DType.f32,
@@ -45,6 +48,32 @@ def view(
     )
 
 
+def heads(projected: Sequence[torch.Tensor], where: HeadView, groups: int, width: int, group: int | None = None) -> _segki.View:
+    """Heads of a projection's output: `[rows, groups, width]`, or `[rows, groups, group, width]`."""
+    source = projected[where.source]
+    rows, stride = source.shape[0], source.stride(0)
+    if group is None:
+        return view(source, (rows, groups, width), (stride, where.group_stride, 1), where.offset)
+    return view(source, (rows, groups, group, width), (stride, where.group_stride, where.head_stride, 1), where.offset)
+
+
+def numbers(projected: Sequence[torch.Tensor], where: HeadView, groups: int, group: int) -> _segki.View:
+    """One number for each of `groups * group` heads of a projection's output: `[rows, groups, group]`."""
+    source = projected[where.source]
+    return view(source, (source.shape[0], groups, group), (source.stride(0), where.group_stride, where.head_stride), where.offset)
+
+
+def norm_spec(plan: NormPlan | None) -> _segki.NormSpec:
+    """The native form of a norm's rule; None is no norm."""
+    spec = _segki.NormSpec()
+    if plan is not None:
+        spec.kind = _segki.NormKind.rms if plan.kind == "rms" else _segki.NormKind.layer
+        spec.eps = plan.eps
+        spec.weight_offset = plan.weight_offset
+        spec.round_before_weight = int(plan.cast == "before_weight")
+    return spec
+
+
 class TorchMemory:
     """An allocator for the native side that takes its memory from torch and gives it back to torch."""
 
@@ -71,11 +100,13 @@ class TorchMemory:
         return sum(block.numel() for block in self._blocks.values())
 
     def tensor(self, address: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A dense torch view of a block that this allocator handed out (or of the start of it)."""
-        block = self._blocks[address]
-        skip = address - block.data_ptr()
+        """A dense torch view of memory inside a block that this allocator handed out; the block lives as long as the view."""
         count = 1
         for size in shape:
             count *= size
         length = count * torch.empty((), dtype=dtype).element_size()
-        return block[skip : skip + length].view(dtype).view(tuple(shape))
+        for block in self._blocks.values():
+            skip = address - block.data_ptr()
+            if 0 <= skip and skip + length <= block.numel():
+                return block[skip : skip + length].view(dtype).view(tuple(shape))
+        raise ValueError(f"address: given {address:#x}, accepted an address inside of a block that was handed out")

@@ -171,6 +171,134 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
+class GdnPlan:
+    """GatedDeltaNet block (Gated Delta Networks, 2024): projections, causal convolution, gated delta rule, gated norm, output projection.
+
+    `Hk` key heads serve `R = value_heads / key_heads` value heads each. The maths between the projections is `segki::GatedDeltaArgs`.
+
+    Attributes
+    ----------
+    projections
+        1 to 8 linears that share the block's input.
+    q, k, v, z, a, b
+        Where the heads lie in the projections' outputs; for q and k head `j` is a key head (`group_stride`), for v and z head `(j, g)` is a
+        value head (`head_stride` for g), for a and b likewise with one number a value head.
+    conv_weight, conv_bias
+        `[C, 1, W]` or `[C, W]`, channels q, k, v; `[C]`.
+    a_log, dt_bias
+        `[value_heads]`.
+    beta_scale
+        2 where negative eigenvalues are allowed (OLMo hybrid), else 1.
+    norm
+        Of each value head's output, before the gate `gate_activation(z)`.
+    """
+
+    projections: tuple[LinearPlan, ...]
+    q: HeadView
+    k: HeadView
+    v: HeadView
+    z: HeadView
+    a: HeadView
+    b: HeadView
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_weight: ParamRef
+    conv_width: int
+    a_log: ParamRef
+    dt_bias: ParamRef
+    norm: NormPlan
+    out: LinearPlan
+    query_scale: float
+    conv_bias: ParamRef | None = None
+    l2_eps: float = 1e-6
+    beta_scale: float = 1.0
+    conv_activation: Activation = "silu"
+    gate_activation: Activation = "silu"
+
+
+@dataclass(frozen=True)
+class RouterPlan:
+    """Choice of the experts of a token; the rule is `segki::RouterArgs`, whose fields have the same names.
+
+    Attributes
+    ----------
+    linear
+        `[E, H]`: logits.
+    fp32_logits
+        The logits are computed in fp32 and not rounded to the model's dtype.
+    bias
+        `[E]` correction that is added for the choice only.
+    """
+
+    linear: LinearPlan
+    top_k: int
+    score: Literal["softmax", "softmax_chosen", "sigmoid"]
+    fp32_logits: bool = False
+    bias: ParamRef | None = None
+    choose_by_logit: bool = False
+    groups: int = 1
+    group_top_k: int = 1
+    group_by_max: bool = False
+    mask_with_zero: bool = False
+    sorted: bool = True
+    normalise: bool = False
+    sum_eps: float = 0.0
+    sum_min: float = 0.0
+    scale: float = 1.0
+    round_weights: bool = False
+    round_scores: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One matrix of every expert, read where it lies.
+
+    Either `fused` names a parameter `[E, rows, columns]` and expert e's matrix is `fused[e, first : first + out_features]` (with
+    `transposed` `fused[e, :, first : first + out_features]`), or `each` names one parameter `[out, in]` an expert.
+    """
+
+    out_features: int
+    in_features: int
+    fused: ParamRef | None = None
+    first: int = 0
+    transposed: bool = False
+    each: tuple[ParamRef, ...] = ()
+
+
+@dataclass(frozen=True)
+class MoePlan:
+    """Mixture of experts: `sum_j weight_j * expert_j(x)`, with or without a shared expert.
+
+    Attributes
+    ----------
+    router, gate, up, down, activation
+        Routed experts are gated MLPs `down(act(gate(x)) * up(x))`.
+    round_products, round_sums, fp32_shared, routed_scale, out_scale
+        As in `segki::ExpertProjectionArgs`.
+    shared
+        MLP of every token, added to the routed sum.
+    shared_gate
+        `[1, H]`: the shared expert's output is multiplied with `sigmoid(linear(x))`.
+    """
+
+    router: RouterPlan
+    experts: int
+    gate: ExpertWeights
+    up: ExpertWeights
+    down: ExpertWeights
+    activation: Activation
+    shared: MlpPlan | None = None
+    shared_gate: LinearPlan | None = None
+    round_products: bool = False
+    round_sums: bool = False
+    fp32_shared: bool = False
+    routed_scale: float = 1.0
+    out_scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Term:
     """`value * scale`, rounded to the model's dtype when scale is not 1."""
 
@@ -182,8 +310,8 @@ class Term:
 class Node:
     """One value of a layer: exactly one of the fields below `src` is set.
 
-    `src` names the input of a norm, attention or MLP node: "x" (the layer's input) or an earlier node. `terms` is a sum, added from left
-    to right with a rounding after each addition.
+    `src` names the input of a norm, attention, GDN, MLP or MoE node: "x" (the layer's input) or an earlier node. `terms` is a sum, added
+    from left to right with a rounding after each addition.
     """
 
     name: str
@@ -192,6 +320,8 @@ class Node:
     norm: NormPlan | None = None
     attention: AttentionPlan | None = None
     mlp: MlpPlan | None = None
+    gdn: GdnPlan | None = None
+    moe: MoePlan | None = None
     terms: tuple[Term, ...] = ()
 
 
@@ -246,8 +376,8 @@ class Segment:
     """One detected (or declined) piece of the module tree."""
 
     module: str
-    kind: Literal["mlp", "attention", "norm", "layer", "embedding", "head", "model"]
-    plan: MlpPlan | AttentionPlan | NormPlan | None = None
+    kind: Literal["mlp", "attention", "gdn", "moe", "norm", "layer", "embedding", "head", "model"]
+    plan: MlpPlan | AttentionPlan | GdnPlan | MoePlan | NormPlan | None = None
     reason: str | None = None  # why it is not known, when plan is None
 
 

@@ -20,8 +20,11 @@ def native_logits(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
     rows, tokens = ids.shape
     step = engine.step(rows, tokens + 1)
     state = step.state
-    for tensor in (state.lengths, state.positions):
+    for tensor in (state.lengths, state.positions, state.frozen):
         tensor.zero_()
+    assert engine.cache is not None
+    for slot in range(rows):
+        engine.cache.reset(slot)
     result = []
     for t in range(tokens):
         state.next.copy_(ids[:, t])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +10,11 @@ from dataclasses import dataclass, field
 import torch
 
 from segki import _segki
-from segki.native import view
+from segki.blocks import add_gdn, add_moe, conv_channels
+from segki.native import Resolve, heads, norm_spec, view
 from segki.plan import (
     AttentionPlan,
-    HeadView,
+    GdnPlan,
     LinearPlan,
     MlpPlan,
     ModelPlan,
@@ -24,7 +26,6 @@ from segki.plan import (
     Term,
 )
 
-Resolve = Callable[[ParamRef], torch.Tensor]
 RopeTable = Callable[[RopePlan, int], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -32,8 +33,8 @@ RopeTable = Callable[[RopePlan, int], tuple[torch.Tensor, torch.Tensor]]
 class StepState:
     """Per-row state of a decode, in host tensors at fixed addresses.
 
-    `next` i64 `[rows]`, `lengths`, `positions`, `generated`, `finished` i32 `[rows]`, `history` i64 `[rows, capacity]`, `log_prob` f32
-    `[rows, capacity]`, `logits` f32 `[rows, V]`.
+    `next` i64 `[rows]`, `lengths`, `positions`, `generated`, `finished`, `frozen` i32 `[rows]`, `history` i64 `[rows, capacity]`,
+    `log_prob` f32 `[rows, capacity]`, `logits` f32 `[rows, V]`.
     """
 
     next: torch.Tensor
@@ -41,6 +42,7 @@ class StepState:
     positions: torch.Tensor
     generated: torch.Tensor
     finished: torch.Tensor
+    frozen: torch.Tensor
     history: torch.Tensor
     log_prob: torch.Tensor
     logits: torch.Tensor
@@ -54,6 +56,7 @@ class StepState:
             positions=torch.zeros(rows, dtype=torch.int32),
             generated=torch.zeros(rows, dtype=torch.int32),
             finished=torch.zeros(rows, dtype=torch.int32),
+            frozen=torch.zeros(rows, dtype=torch.int32),
             history=torch.zeros(rows, capacity, dtype=torch.int64),
             log_prob=torch.zeros(rows, capacity, dtype=torch.float32),
             logits=torch.zeros(rows, vocab, dtype=torch.float32),
@@ -90,31 +93,23 @@ class Buffers:
     def __init__(self, rows: int, dtype: torch.dtype) -> None:
         self._rows = rows
         self._dtype = dtype
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self.all: list[torch.Tensor] = []
 
-    def take(self, width: int) -> torch.Tensor:
-        """A buffer nobody reads any more, else a new one."""
-        if self._free[width]:
-            return self._free[width].pop()
-        buffer = torch.zeros(self._rows, width, dtype=self._dtype)
+    def take(self, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A buffer nobody reads any more, else a new one; in the model's dtype unless another is named."""
+        dtype = self._dtype if dtype is None else dtype
+        free = self._free[width, dtype]
+        if free:
+            return free.pop()
+        buffer = torch.zeros(self._rows, width, dtype=dtype)
         self.all.append(buffer)
         return buffer
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """The buffer's value is not needed any more."""
-        self._free[buffer.shape[1]].append(buffer)
-
-
-def norm_spec(plan: NormPlan | None) -> _segki.NormSpec:
-    """The native form of a norm's rule; None is no norm."""
-    spec = _segki.NormSpec()
-    if plan is not None:
-        spec.kind = _segki.NormKind.rms if plan.kind == "rms" else _segki.NormKind.layer
-        spec.eps = plan.eps
-        spec.weight_offset = plan.weight_offset
-        spec.round_before_weight = int(plan.cast == "before_weight")
-    return spec
+    def give(self, *buffers: torch.Tensor) -> None:
+        """The buffers' values are not needed any more."""
+        for buffer in buffers:
+            self._free[buffer.shape[1], buffer.dtype].append(buffer)
 
 
 def position_scale_table(plan: PositionScale, positions: int) -> torch.Tensor:
@@ -161,7 +156,7 @@ class StepBuilder:
         args = _segki.LmHeadArgs()
         args.x = view(x)
         args.weight = view(self.resolve(plan.head.linear.weight))
-        args.bias = self._param(plan.head.linear.bias)
+        args.bias = self.param(plan.head.linear.bias)
         args.logits = view(self.state.logits)
         args.scale = plan.head.scale
         args.divisor = plan.head.divisor
@@ -173,7 +168,8 @@ class StepBuilder:
             self.ops.finish(), self.state, self.rows, self.buffers.all + tables + self.keep
         )
 
-    def _param(self, ref: ParamRef | None) -> _segki.View:
+    def param(self, ref: ParamRef | None) -> _segki.View:
+        """The live parameter; None is the absent view."""
         return view(None if ref is None else self.resolve(ref))
 
     def _embedding(self) -> torch.Tensor:
@@ -196,8 +192,8 @@ class StepBuilder:
     def _norm(self, x: torch.Tensor, plan: NormPlan, out: torch.Tensor) -> None:
         args = _segki.NormArgs()
         args.x = view(x)
-        args.weight = self._param(plan.weight)
-        args.bias = self._param(plan.bias)
+        args.weight = self.param(plan.weight)
+        args.bias = self.param(plan.bias)
         args.out = view(out)
         args.norm = norm_spec(plan)
         self.ops.add(args)
@@ -216,8 +212,8 @@ class StepBuilder:
         args.sum = view(out)
         if norm is not None:
             args.norm = norm_spec(norm)
-            args.weight = self._param(norm.weight)
-            args.bias = self._param(norm.bias)
+            args.weight = self.param(norm.weight)
+            args.bias = self.param(norm.bias)
             args.out = view(normed)
         self.ops.add(args)
         return out
@@ -257,76 +253,69 @@ class StepBuilder:
         if node.norm is not None:
             self._norm(x, node.norm, out)
         elif node.mlp is not None:
-            self._mlp(x, node.mlp, out)
+            self.mlp(x, node.mlp, out)
         elif node.attention is not None:
             self._attention(x, node.attention, out)
+        elif node.gdn is not None:
+            add_gdn(self, x, node.gdn, out)
+        elif node.moe is not None:
+            add_moe(self, x, node.moe, out)
 
-    def _linear(
+    def linear(
         self,
         x: torch.Tensor,
         linears: Sequence[LinearPlan],
         outs: Sequence[torch.Tensor],
         activation: str = "none",
     ) -> None:
+        """Linear layers that share an input, up to 4 a product."""
+        for begin in range(4, len(linears), 4):
+            self.linear(x, linears[begin : begin + 4], outs[begin : begin + 4], activation)
+        linears, outs = linears[:4], outs[:4]
         args = _segki.ProjectionArgs()
         args.x = view(x)
         args.weight = [view(self.resolve(linear.weight)) for linear in linears]
-        args.bias = [self._param(linear.bias) for linear in linears]
+        args.bias = [self.param(linear.bias) for linear in linears]
         args.out = [view(out) for out in outs]
         args.count = len(linears)
         args.transposed = int(linears[0].transposed)
         args.activation = getattr(_segki.Activation, activation)
         self.ops.add(args)
 
-    def _mlp(self, x: torch.Tensor, plan: MlpPlan, out: torch.Tensor) -> None:
+    def mlp(self, x: torch.Tensor, plan: MlpPlan, out: torch.Tensor) -> None:
+        """A gated or plain MLP."""
         hidden = self.buffers.take(plan.down.in_features)
         if plan.gate is None:
-            self._linear(x, [plan.up], [hidden], plan.activation)
+            self.linear(x, [plan.up], [hidden], plan.activation)
         else:
             args = _segki.GatedProjectionArgs()
             args.x = view(x)
             args.gate = view(self.resolve(plan.gate.weight))
             args.up = view(self.resolve(plan.up.weight))
-            args.gate_bias = self._param(plan.gate.bias)
-            args.up_bias = self._param(plan.up.bias)
+            args.gate_bias = self.param(plan.gate.bias)
+            args.up_bias = self.param(plan.up.bias)
             args.out = view(hidden)
             args.activation = getattr(_segki.Activation, plan.activation)
             self.ops.add(args)
-        self._linear(hidden, [plan.down], [out])
+        self.linear(hidden, [plan.down], [out])
         self.buffers.give(hidden)
 
     def _attention(self, x: torch.Tensor, plan: AttentionPlan, out: torch.Tensor) -> None:
         group = plan.q_heads // plan.kv_heads
         projected = [self.buffers.take(linear.out_features) for linear in plan.projections]
-        self._linear(x, plan.projections, projected)
+        self.linear(x, plan.projections, projected)
         q_out = self.buffers.take(plan.q_heads * plan.head_dim)
         mixed = self.buffers.take(plan.q_heads * plan.v_head_dim)
-        layer = self._layer
-        self._layer += 1
-
-        def heads(where: HeadView, width: int, grouped: bool) -> _segki.View:
-            source = projected[where.source]
-            stride = source.stride(0)
-            if grouped:
-                return view(
-                    source,
-                    (self.rows, plan.kv_heads, group, width),
-                    (stride, where.group_stride, where.head_stride, 1),
-                    where.offset,
-                )
-            return view(
-                source, (self.rows, plan.kv_heads, width), (stride, where.group_stride, 1), where.offset
-            )
-
+        layer = self.next_layer()
         args = _segki.RopeKvWriteArgs()
-        args.q = heads(plan.q, plan.head_dim, True)
-        args.k = heads(plan.k, plan.head_dim, False)
-        args.v = heads(plan.v, plan.v_head_dim, False)
+        args.q = heads(projected, plan.q, plan.kv_heads, plan.head_dim, group)
+        args.k = heads(projected, plan.k, plan.kv_heads, plan.head_dim)
+        args.v = heads(projected, plan.v, plan.kv_heads, plan.v_head_dim)
         args.q_norm, args.k_norm = norm_spec(plan.q_norm), norm_spec(plan.k_norm)
         if plan.q_norm is not None:
-            args.q_weight, args.q_bias = self._param(plan.q_norm.weight), self._param(plan.q_norm.bias)
+            args.q_weight, args.q_bias = self.param(plan.q_norm.weight), self.param(plan.q_norm.bias)
         if plan.k_norm is not None:
-            args.k_weight, args.k_bias = self._param(plan.k_norm.weight), self._param(plan.k_norm.bias)
+            args.k_weight, args.k_bias = self.param(plan.k_norm.weight), self.param(plan.k_norm.bias)
         args.norm_full_width = int(plan.qk_norm_width == "full")
         args.norm_after_rope = int(plan.qk_norm_after_rope)
         if plan.rope is not None:
@@ -347,17 +336,21 @@ class StepBuilder:
         attention.k_cache, attention.v_cache = args.k_cache, args.v_cache
         attention.lengths = view(self.state.lengths)
         if plan.gate is not None:
-            attention.gate = heads(plan.gate, plan.v_head_dim, True)
+            attention.gate = heads(projected, plan.gate, plan.kv_heads, plan.v_head_dim, group)
         attention.out = view(mixed)
         attention.scale = plan.scale
         attention.softcap = plan.softcap or 0.0
         attention.window = plan.window or 0
         self.ops.add(attention)
-        self._linear(mixed, [plan.out], [out])
-        for buffer in (*projected, q_out, mixed):
-            self.buffers.give(buffer)
+        self.linear(mixed, [plan.out], [out])
+        self.buffers.give(*projected, q_out, mixed)
 
     _layer = 0
+
+    def next_layer(self) -> int:
+        """Index of the next block's cache layer; blocks are added in the cache's order."""
+        self._layer += 1
+        return self._layer - 1
 
     def _table(self, plan: RopePlan | PositionScale) -> tuple[torch.Tensor, ...]:
         """One table for all layers that share a rule."""
@@ -378,13 +371,10 @@ def flatten(plan: ModelPlan) -> list[Node]:
         names = {"x": layer_input} | {node.name: f"{index}.{node.name}" for node in layer.nodes}
         for node in layer.nodes:
             nodes.append(
-                Node(
+                dataclasses.replace(
+                    node,
                     name=names[node.name],
-                    module=node.module,
                     src=None if node.src is None else names[node.src],
-                    norm=node.norm,
-                    attention=node.attention,
-                    mlp=node.mlp,
                     terms=tuple(Term(names[term.value], term.scale) for term in node.terms),
                 )
             )
@@ -407,17 +397,27 @@ def last_readers(nodes: Sequence[Node]) -> dict[int, list[str]]:
     return dict(result)
 
 
-def cache_layers(plan: ModelPlan, dtype: _segki.DType) -> list[_segki.KvLayer]:
-    """What the cache holds for each layer, in order."""
-    return [
-        _segki.KvLayer(
-            node.attention.kv_heads,
-            node.attention.head_dim,
-            node.attention.v_head_dim,
-            node.attention.window or 0,
-            dtype,
-        )
-        for layer in plan.layers
-        for node in layer.nodes
-        if node.attention is not None
-    ]
+def cached_blocks(plan: ModelPlan) -> list[AttentionPlan | GdnPlan]:
+    """The blocks that keep something between steps, in order: one cache layer each."""
+    found: list[AttentionPlan | GdnPlan] = []
+    for layer in plan.layers:
+        for node in layer.nodes:
+            block = node.attention or node.gdn
+            if block is not None:
+                found.append(block)
+    return found
+
+
+def cache_layers(plan: ModelPlan, dtype: _segki.DType) -> list[_segki.KvLayer | _segki.LinearLayer]:
+    """What the cache holds for each of `cached_blocks`."""
+    layers: list[_segki.KvLayer | _segki.LinearLayer] = []
+    for block in cached_blocks(plan):
+        if isinstance(block, AttentionPlan):
+            layers.append(_segki.KvLayer(block.kv_heads, block.head_dim, block.v_head_dim, block.window or 0, dtype))
+        else:
+            layers.append(
+                _segki.LinearLayer(
+                    conv_channels(block), block.conv_width, block.value_heads, block.key_dim, block.value_dim, dtype
+                )
+            )
+    return layers

@@ -364,6 +364,8 @@ def log_prob(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def layer(plan: LayerPlan, lookup: Lookup, x: Tensor, tables: RopeTables, positions: Tensor) -> Tensor:
     """One decoder layer, `[rows, T, H]` -> `[rows, T, H]`."""
+    from segki import reference_hybrid, reference_moe
+
     values, last = {"x": x}, x
     for node in plan.nodes:
         if node.terms:
@@ -379,6 +381,10 @@ def layer(plan: LayerPlan, lookup: Lookup, x: Tensor, tables: RopeTables, positi
             elif node.attention is not None:
                 table = tables[node.attention.rope] if node.attention.rope else None
                 last = attention(node.attention, lookup, source, table, positions)
+            elif node.gdn is not None:
+                last = reference_hybrid.gated_delta(node.gdn, lookup, source)
+            elif node.moe is not None:
+                last = reference_moe.moe(node.moe, lookup, source)
         values[node.name] = last
     return last
 

@@ -56,7 +56,7 @@ def teacher_forced_logits(
     assert engine.cache is not None
     config: Any = model.config
     cache = DynamicCache(config=config)
-    divert(cache, engine.plan, Prompt(engine.cache, first))
+    divert(cache, engine.plan, Prompt(engine.cache, engine.memory, first))
     name = next(name for name in CACHE_NAMES if name in inspect.signature(type(model).forward).parameters)
     kwargs: dict[str, Any] = {name: cache}
     if attention_mask is not None:

@@ -354,6 +354,76 @@ TEST(HybridCache, LinearStateStartsAtZeroResetsAndReorders) {
   }
 }
 
+// Storage that a step overwrites for good comes back bit for bit; the rest and other slots stay.
+TEST(HybridCache, SnapshotRestoresWhatAStepOverwrites) {
+  Random random;
+  SCOPED_TRACE(random.seed);
+  HybridCache cache({3,
+                     12,
+                     {KvLayer{1, 4, 4, 0, DType::kF32}, KvLayer{2, 3, 5, 4, DType::kBF16},
+                      LinearLayer{6, 4, 2, 3, 5, DType::kF16}}});
+  const std::vector<TensorView> kept = {cache.keys(1), cache.values(1), cache.conv_state(2),
+                                        cache.recurrent_state(2)};
+  const std::vector<TensorView> not_kept = {cache.keys(0), cache.values(0)};
+  const auto slot_bytes = [](const TensorView& view) {
+    return as_size(view.stride[0]) * size_of(view.dtype);
+  };
+  const auto scramble = [&](const TensorView& view) {
+    Bytes bytes(3 * slot_bytes(view));
+    random.fill(bytes);
+    std::memcpy(view.data, bytes.data(), bytes.size());
+  };
+  const auto bytes_of = [&](const TensorView& view, std::size_t slot) {
+    const auto* begin = view.as<unsigned char>() + slot * slot_bytes(view);
+    return Bytes(begin, begin + slot_bytes(view));
+  };
+  for (const auto& view : kept) scramble(view);
+  std::vector<std::array<Bytes, 3>> before;
+  for (const auto& view : kept) {
+    before.push_back({bytes_of(view, 0), bytes_of(view, 1), bytes_of(view, 2)});
+  }
+  const HybridCache::Snapshot taken = cache.snapshot(2);
+  for (const auto& view : kept) scramble(view);
+  for (const auto& view : not_kept) scramble(view);
+  const Bytes third = bytes_of(kept[3], 2), full = bytes_of(not_kept[0], 0);
+  cache.restore(taken);
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    EXPECT_EQ(bytes_of(kept[i], 0), before[i][0]) << i;
+    EXPECT_EQ(bytes_of(kept[i], 1), before[i][1]) << i;
+  }
+  EXPECT_EQ(bytes_of(kept[3], 2), third);
+  EXPECT_EQ(bytes_of(not_kept[0], 0), full);
+
+  expect_error(ErrorCode::kInvalidArgument, "rows is 0, accepted is 1 to 3",
+               [&] { cache.snapshot(0); });
+  expect_error(ErrorCode::kInvalidArgument, "rows is 4", [&] { cache.snapshot(4); });
+  HybridCache other({3, 12, {KvLayer{1, 4, 4, 3, DType::kF32}}});
+  expect_error(ErrorCode::kInvalidArgument, "bytes for 2 rows", [&] { other.restore(taken); });
+  cache.release();
+  expect_error(ErrorCode::kState, "released", [&] { cache.restore(taken); });
+}
+
+TEST(HybridCache, CropRefusesWhatIsGone) {
+  HybridCache full({2, 12, {KvLayer{1, 4, 4, 0, DType::kF32}}});
+  full.crop(12, 0);
+  full.crop(5, 3);
+  expect_error(ErrorCode::kInvalidArgument, "kept is 6, accepted is 0 to length (5)",
+               [&] { full.crop(5, 6); });
+  expect_error(ErrorCode::kInvalidArgument, "length is 13", [&] { full.crop(13, 6); });
+
+  HybridCache sliding({2, 12, {KvLayer{1, 4, 4, 4, DType::kF32}}});
+  sliding.crop(4, 2);   // the ring has not gone round yet
+  sliding.crop(9, 9);   // nothing to do
+  sliding.crop(9, 8);   // a query at 8 sees 5 to 8, the ring holds 5 to 8
+  sliding.crop(12, 0);  // a first token sees itself only
+  expect_error(ErrorCode::kState, "the last 4 of 9 tokens", [&] { sliding.crop(9, 7); });
+
+  HybridCache linear(
+      {2, 12, {KvLayer{1, 4, 4, 0, DType::kF32}, LinearLayer{6, 4, 2, 3, 5, DType::kF32}}});
+  linear.crop(7, 7);
+  expect_error(ErrorCode::kState, "layer 1 keeps a recurrent state", [&] { linear.crop(7, 6); });
+}
+
 TEST(HybridCache, AddressesNeverChange) {
   Random random;
   const KvLayer kv{2, 4, 4, 3, DType::kF16};

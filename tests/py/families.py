@@ -34,8 +34,10 @@ _INTERLEAVED = "ernie4_5 glm glm4 helium"
 _LAYER_NORM = "cohere cohere2 cohere_compass_text olmo stablelm"
 _PLAIN_MLP = "arcee falcon gpt_neox gptj jais2 nemotron persimmon phi starcoder2"
 
-DENSE_NATIVE = tuple(sorted(f"{_GATED} {_INTERLEAVED} {_LAYER_NORM} {_PLAIN_MLP}".split()))
-"""Families whose whole step must be native."""
+_GDN = "olmo_hybrid qwen3_5_text"
+
+DENSE_NATIVE = tuple(sorted(f"{_GATED} {_INTERLEAVED} {_LAYER_NORM} {_PLAIN_MLP} {_GDN}".split()))
+"""Dense families whose whole step must be native."""
 
 WELCOME = ("gpt2", "gpt_bigcode", "gpt_neo", "hunyuan_v1_dense", "nanochat")
 """Families that may be native (learned positions); if not, they are declined with a reason."""
@@ -48,8 +50,8 @@ DECLINED = tuple(
     gpt_neox_japanese gpt_oss granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hrm_text
     hunyuan_v1_moe hy_v3 hy_v4 inkling2_loop_text inkling2_text inkling_text jamba jetmoe kimi_linear kolibri1 laguna lara_mini
     lfm2 lfm2_moe lfm3 llama4_text longcat_flash mamba mamba2 mellum mimo_v2_flash minicpm3 minimax minimax_m2
-    minimax_m3_vl_text mixtral modernbert-decoder mpt nemotron_h olmo_hybrid olmoe openai-gpt opt phimoe qwen2_moe
-    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text recurrent_gemma rwkv solar_open xglm xlstm youtu zamba
+    minimax_m3_vl_text mixtral modernbert-decoder mpt nemotron_h olmoe openai-gpt opt phimoe qwen2_moe
+    qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text recurrent_gemma rwkv solar_open xglm xlstm youtu zamba
     zamba2 zaya
     """.split()
 )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -24,77 +22,8 @@ from transformers import (
 import families
 import segki
 import segki.testing
-from harness import FP32_TOLERANCE, torch_products
-
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A transformers model and an injected one with the same weights."""
-
-    original: Any
-    model: Any
-
-    def check(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
-        """Both generate with these arguments; the results must be the same. Returns the original's result."""
-        want = run(self.original, args, kwargs, seed)
-        assert_same_output(run(self.model, args, kwargs, seed), want)
-        return want
-
-
-def run(model: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
-    if seed is not None:
-        torch.manual_seed(seed)
-    return model.generate(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-
-
-def assert_same_output(got: Any, want: Any) -> None:
-    assert type(got) is type(want)
-    if isinstance(want, torch.Tensor):
-        assert_same_tokens(got, want)
-        return
-    for name in (field.name for field in fields(want)):
-        value: Any = getattr(got, name, None)
-        expected: Any = getattr(want, name)
-        if name == "sequences":
-            assert_same_tokens(value, expected)
-        elif name in ("cache", "past_key_values"):
-            assert (value is None) == (expected is None)
-            if expected is not None:
-                assert int(value.get_seq_length()) == int(expected.get_seq_length())
-        else:
-            assert_same_logits(name, value, expected)
-
-
-def assert_same_tokens(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert got.dtype == want.dtype and got.device == want.device
-    assert torch.equal(got, want), f"{got.tolist()}, transformers gives {want.tolist()}"
-
-
-def assert_same_logits(name: str, got: Any, want: Any) -> None:
-    assert type(got) is type(want), f"{name} is a {type(got).__name__}, transformers returns a {type(want).__name__}"
-    if isinstance(want, tuple):
-        assert len(got) == len(want), f"{name} has {len(got)} entries, transformers returns {len(want)}"
-        for entry, expected in zip(got, want, strict=True):
-            assert_same_logits(name, entry, expected)
-    elif isinstance(want, torch.Tensor):
-        assert got.shape == want.shape and got.dtype == want.dtype, f"{name}: {got.shape} {got.dtype}"
-        finite = torch.isfinite(want)
-        assert torch.equal(finite, torch.isfinite(got)), f"{name}: other entries are infinite"
-        if finite.any():
-            largest = want[finite].abs().max()
-            assert (got[finite] - want[finite]).abs().max() <= FP32_TOLERANCE * largest, f"{name} differs"
-    else:
-        assert got == want
-
-
-def new_pair(case: str = "llama", dtype: torch.dtype = torch.float32) -> Pair:
-    original = families.build(case, dtype)
-    model = copy.deepcopy(original)
-    report = segki.inject(model)
-    assert report.rung == 1, report.reasons
-    return Pair(original, model)
+from generation import GREEDY, Pair, assert_same_output, new_pair, stops_apart
+from harness import torch_products
 
 
 @pytest.fixture(scope="module")
@@ -106,26 +35,6 @@ def shared() -> Pair:
 @pytest.fixture
 def pair() -> Pair:
     return new_pair()
-
-
-@functools.cache
-def _stops_apart(case: str) -> tuple[torch.Tensor, list[int]]:
-    ids = families.prompt(32, 9)
-    tokens = families.build(case).generate(ids, **GREEDY)[:, 9:].tolist()
-    for i, first in enumerate(tokens):
-        for j, second in enumerate(tokens):
-            eos = [first[3], second[6]]
-            stops = [next((step for step, token in enumerate(row) if token in eos), 12) for row in tokens]
-            late = next((k for k, step in enumerate(stops) if step in (8, 9, 10)), None)
-            if stops[i] == 3 and stops[j] == 6 and late is not None:
-                return ids[[i, j, late]], eos
-    raise AssertionError("no prompts whose rows stop apart")
-
-
-def stops_apart(case: str = "llama") -> tuple[torch.Tensor, list[int]]:
-    """Three prompts, and two end ids at which the rows stop after 4, 7 and at most 11 tokens."""
-    ids, eos = _stops_apart(case)
-    return ids.clone(), list(eos)
 
 
 # ------------------------------------------------------------------------------------------------- lengths and stopping
@@ -650,3 +559,30 @@ def test_greedy_calls_are_native(shared: Pair, kwargs: dict[str, Any], dictionar
         return torch_products(lambda: shared.model.generate(ids, attention_mask=mask, **arguments))
 
     assert products(3) == products(9) > 0
+
+
+# ------------------------------------------------------------------------------------------------- positions
+
+
+def given_positions(case: str) -> torch.Tensor:
+    """Positions of 2 prompts of 7 tokens: far from 0, with a jump, or restarting."""
+    counted = torch.arange(7).expand(2, 7)
+    if case == "shifted":
+        return counted + torch.tensor([[5], [90]])
+    if case == "one row for all":
+        return counted[:1] + 3
+    if case == "with a jump":
+        return torch.cat([counted[:, :4], counted[:, 4:] + 20], dim=1)
+    return torch.cat([counted[:, :4], counted[:, :3]], dim=1)
+
+
+@pytest.mark.parametrize("case", ["shifted", "one row for all", "with a jump", "restarting"])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "gemma3_text"])
+def test_given_position_ids(model: str, case: str) -> None:
+    pair = new_pair(model)
+    ids = families.prompt(2, 7)
+    output = pair.check(ids, **GREEDY, position_ids=given_positions(case), return_dict_in_generate=True, output_logits=True)
+    assert not segki.explain(pair.model).fallbacks
+    if case == "with a jump":
+        plain = pair.original.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
+        assert (output.logits[3] - plain.logits[3]).abs().max() > 1e-3, "positions matter"

@@ -15,7 +15,7 @@
 
 namespace segki {
 
-constexpr std::uint32_t kBackendApiVersion = 1;
+constexpr std::uint32_t kBackendApiVersion = 2;
 
 struct EmbeddingArgs;
 struct NormArgs;
@@ -27,6 +27,11 @@ struct AttentionArgs;
 struct LmHeadArgs;
 struct ArgmaxArgs;
 struct SelectTokenArgs;
+struct GatedDeltaArgs;
+struct GatedDeltaPrefillArgs;
+struct RouterArgs;
+struct ExpertGatedProjectionArgs;
+struct ExpertProjectionArgs;
 
 // How a kernel is asked to run. The work of an op is a set of independent parts: a host backend is
 // called once for each part in [0, parts), at the same time from several threads, and a part never
@@ -51,6 +56,11 @@ enum class OpId : std::int32_t {
   kLmHead = 7,
   kArgmax = 8,
   kSelectToken = 9,
+  kGatedDelta = 10,
+  kGatedDeltaPrefill = 11,
+  kRouter = 12,
+  kExpertGatedProjection = 13,
+  kExpertProjection = 14,
 };
 
 // Arguments have been checked when a kernel is called. The result is an ErrorCode as an integer; 0
@@ -78,6 +88,11 @@ struct BackendTable {
   Kernel<LmHeadArgs> lm_head;
   Kernel<ArgmaxArgs> argmax;
   Kernel<SelectTokenArgs> select_token;
+  Kernel<GatedDeltaArgs> gated_delta;
+  Kernel<GatedDeltaPrefillArgs> gated_delta_prefill;
+  Kernel<RouterArgs> route_experts;
+  Kernel<ExpertGatedProjectionArgs> expert_gated_projection;
+  Kernel<ExpertProjectionArgs> expert_projection;
 };
 
 // What a backend library exports under the name `segki_backend_table`: its table, valid for the

@@ -89,6 +89,24 @@ class SEGKI_EXPORT HybridCache {
   // `source` has `rows` entries.
   void reorder(const std::int32_t* source);
 
+  // Everything of slots 0..rows-1 that a step changes for good: linear-attention states and the
+  // rings of sliding layers (a full layer's tokens past a row's length are written again).
+  // Allocates. Throws Error(kInvalidArgument).
+  struct Snapshot {
+    std::int32_t rows = 0;
+    std::vector<std::byte> bytes;
+  };
+  Snapshot snapshot(std::int32_t rows) const;
+  // Puts a snapshot of this cache back, bit for bit: warming up or probing leaves no trace. Throws
+  // Error(kInvalidArgument) for the snapshot of a cache of another layout.
+  void restore(const Snapshot& snapshot);
+
+  // Checks that a slot of `length` tokens may go back to its first `kept`: for layers that keep all
+  // tokens the caller just lowers the row's length. Throws Error(kInvalidArgument) for kept outside
+  // 0..length and Error(kState) where the past is gone: a linear-attention state, or a ring that
+  // has overwritten tokens that a query at `kept` sees.
+  void crop(std::int32_t length, std::int32_t kept) const;
+
   // Gives all memory back to the allocator; views become invalid and further access throws
   // Error(kState).
   void release();

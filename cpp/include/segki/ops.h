@@ -92,15 +92,17 @@ struct SumNormArgs {
   NormSpec norm;
 };
 
-// 1 to 4 weights that share an input: y_i = round(x W_i^T + b_i); then, where asked, y_i =
-// round(activation(y_i)); then, for one weight and with `residual`, out = round(round(residual *
-// residual_scale) + round(y * branch_scale)); out may be residual. The activation is evaluated in
-// fp32 on the rounded value; kRelu2 rounds the relu (exact) and the square.
+// 1 to 4 weights that share an input: y_i = round(x W_i^T + b_i), not rounded where out[i] is f32
+// (the logits of a router that computes in fp32; no activation and no residual then); then, where
+// asked, y_i = round(activation(y_i)); then, for one weight and with `residual`, out =
+// round(round(residual * residual_scale) + round(y * branch_scale)); out may be residual. The
+// activation is evaluated in fp32 on the rounded value; kRelu2 rounds the relu (exact) and the
+// square.
 struct ProjectionArgs {
   TensorView x;          // [rows, K]
   TensorView weight[4];  // [N_i, K], or [K, N_i] when `transposed`
   TensorView bias[4];    // [N_i], optional
-  TensorView out[4];     // [rows, N_i], any row stride
+  TensorView out[4];     // [rows, N_i], any row stride; dtype or f32
   TensorView residual;   // [rows, N_0], optional, count == 1
   float residual_scale = 1.0F;
   float branch_scale = 1.0F;
@@ -229,10 +231,169 @@ struct SelectTokenArgs {
   TensorView log_prob;   // f32, as history; optional
   TensorView eos;        // i64 [n], optional
   TensorView forced;     // i64 [rows, T], optional
+  TensorView
+      frozen;  // i32 [rows], optional: set to 1 where the row's state stands still from now on
   std::int64_t pad = 0;
   std::int32_t min_new_tokens = 0;
   std::int32_t max_new_tokens = 0;
   std::int32_t advance_finished = 0;
+};
+
+// One step of a GatedDeltaNet (GDN) block, between its input projections and its output projection
+// (Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024; rounding points of Hugging Face's
+// Qwen3-Next).
+//
+// Hk key heads serve R value heads each; value head h = (h / R, h % R). Channels of the
+// convolution: queries [Hk * Dk], then keys [Hk * Dk], then values [Hk * R * Dv]; C in all. For row
+// r with cache row c = slots ? slots[r] : r:
+//   convolution: the new inputs are appended to conv_state[c], which keeps the last W inputs of
+//   each channel, oldest first; y = round(conv_activation(round(sum_j weight[channel, j] *
+//   window[j] + bias))) q = y_q * rsqrt(sum(y_q^2) + l2_eps) * query_scale,  k = y_k *
+//   rsqrt(sum(y_k^2) + l2_eps)  (fp32) beta = round(round(sigmoid(b)) * beta_scale) g = -exp(a_log)
+//   * softplus(a + dt_bias)    (fp32; softplus(x) = log1p(exp(x)), x above 20) S = S * exp(g);  S =
+//   S + k (beta * (v - S^T k))^T;  o = round(S^T q)      (fp32, S is [Dk, Dv]) n = o *
+//   rsqrt(mean(o^2) + norm.eps); norm.round_before_weight != 0: m = round(weight * round(n)), else
+//   m = weight * n;  out = round(m * gate_activation(z)), the gate in fp32
+// `norm` is kRms, its weight_offset is added to the weight. A row with frozen[r] != 0 leaves both
+// states as they are; its output is not specified.
+struct GatedDeltaArgs {
+  TensorView q;            // [rows, Hk, Dk], before the convolution; any strides but the last
+  TensorView k;            // as q
+  TensorView v;            // [rows, Hk, R, Dv], any strides but the last
+  TensorView z;            // as v
+  TensorView a;            // [rows, Hk, R], any strides but the last
+  TensorView b;            // as a
+  TensorView conv_weight;  // [C, W], W 2 to 8
+  TensorView conv_bias;    // [C], optional
+  TensorView a_log;        // [Hk * R], dtype or f32
+  TensorView dt_bias;      // [Hk * R], dtype or f32
+  TensorView norm_weight;  // [Dv]
+  TensorView slots;        // i32 [rows], optional
+  TensorView frozen;       // i32 [rows], optional
+  TensorView conv_state;   // [slots, C, W]
+  TensorView state;        // f32 [slots, Hk * R, Dk, Dv]
+  TensorView out;          // [rows, Hk * R * Dv]
+  NormSpec norm;
+  float l2_eps = 1e-6F;
+  float query_scale = 1.0F;
+  float beta_scale = 1.0F;
+  Activation conv_activation = Activation::kSilu;
+  Activation gate_activation = Activation::kSilu;
+};
+
+// The same for whole prompts, chunk by chunk: N tokens in all, sequence s being tokens [begins[s],
+// ends[s]). Sequences do not overlap and know nothing of each other: rows of a left-padded batch,
+// or packed sequences. Tokens of no sequence get a zero output. With `continued`, sequence s starts
+// from conv_state[s] and state[s], else from zero; both are optional and get the state after the
+// last token (a conv_state that is longer than the sequence is filled up with zeros on the left, or
+// with what it held).
+struct GatedDeltaPrefillArgs {
+  TensorView q;            // [N, Hk, Dk], before the convolution; any strides but the last
+  TensorView k;            // as q
+  TensorView v;            // [N, Hk, R, Dv], any strides but the last
+  TensorView z;            // as v
+  TensorView a;            // [N, Hk, R], any strides but the last
+  TensorView b;            // as a
+  TensorView conv_weight;  // [C, W], W 2 to 8
+  TensorView conv_bias;    // [C], optional
+  TensorView a_log;        // [Hk * R], dtype or f32
+  TensorView dt_bias;      // [Hk * R], dtype or f32
+  TensorView norm_weight;  // [Dv]
+  TensorView begins;       // i32 [S]
+  TensorView ends;         // i32 [S]
+  TensorView conv_state;   // [S, C, W], optional
+  TensorView state;        // f32 [S, Hk * R, Dk, Dv], optional
+  TensorView out;          // [N, Hk * R * Dv]
+  NormSpec norm;
+  float l2_eps = 1e-6F;
+  float query_scale = 1.0F;
+  float beta_scale = 1.0F;
+  Activation conv_activation = Activation::kSilu;
+  Activation gate_activation = Activation::kSilu;
+  std::int32_t continued = 0;
+};
+
+enum class RouterScore : std::int32_t {
+  kSoftmax = 0,        // over all experts
+  kSoftmaxChosen = 1,  // over the chosen experts; the choice is made on the logits
+  kSigmoid = 2
+};
+
+// The experts of each row and their weights.
+//   s = softmax(l), sigmoid(l), or l itself with kSoftmaxChosen; c = (choose_by_logit ? l : s) +
+//   bias With groups > 1 (DeepSeek-V3): the E experts are `groups` equal runs; a group's value is
+//   the sum of its two largest c (its largest with group_by_max), and experts outside of the
+//   group_top_k best groups are masked: they count as -infinity, or as 0 with mask_with_zero. The k
+//   largest c are chosen with torch.topk's answer for ties and NaN (the same partial sort). w_j = s
+//   of the chosen (kSoftmaxChosen: softmax over the chosen l); with normalise: w = w / max(sum(w) +
+//   sum_eps, sum_min);  w = w * scale, rounded to dtype with round_weights.
+// All in fp32. With round_scores, each of s, the sum and the quotient is rounded to `dtype`.
+struct RouterArgs {
+  TensorView
+      logits;       // f32 [rows, E], values as the model has them (rounded to dtype where it does)
+  TensorView bias;  // f32 or dtype [E], optional
+  TensorView experts;  // i32 [rows, k]; experts of a row in torch.topk's order
+  TensorView weights;  // f32 [rows, k]
+  RouterScore score = RouterScore::kSoftmax;
+  DType dtype = DType::kF32;  // the model's
+  std::int32_t choose_by_logit = 0;
+  std::int32_t groups = 1;
+  std::int32_t group_top_k = 1;
+  std::int32_t group_by_max = 0;
+  std::int32_t mask_with_zero = 0;
+  std::int32_t sorted = 1;  // as torch.topk's argument
+  std::int32_t normalise = 0;
+  float sum_eps = 0.0F;
+  float sum_min = 0.0F;
+  float scale = 1.0F;
+  std::int32_t round_weights = 0;
+  std::int32_t round_scores = 0;
+};
+
+// First half of the chosen experts' gated MLPs, e = experts[r, j]:
+//   out[r, j] = round(round(act(g)) * u), g = round(x_r Wg_e^T + bg_e), u = round(x_r Wu_e^T +
+//   bu_e).
+// Experts' weights are named by address, so that one fused parameter [E, 2F, K] and a list of
+// separate matrices are read where they lie: `gate[e]` is the address of a matrix [F, K] of dtype
+// whose rows are `weight_stride` elements apart (with `transposed`, [K, F] with rows
+// `weight_stride` apart). Only chosen experts are read, each once for all rows that chose it. An
+// index outside [0, E) is the caller's error.
+struct ExpertGatedProjectionArgs {
+  TensorView x;          // [rows, K]
+  TensorView experts;    // i32 [rows, k], different within a row
+  TensorView gate;       // i64 [E], addresses
+  TensorView up;         // i64 [E], addresses
+  TensorView gate_bias;  // i64 [E], addresses of [F], optional
+  TensorView up_bias;    // as gate_bias
+  TensorView out;        // [rows, k, F], dense
+  std::int64_t weight_stride = 0;
+  std::int32_t transposed = 0;
+  Activation activation = Activation::kSilu;
+};
+
+// Second half and the weighted sum:
+//   y_j = round(x[r, j] W_e^T + b_e), p_j = y_j * weights[r, j]
+//   s = round(p_0 + p_1 + ...) in fp32, slot by slot; with round_products each p_j is rounded
+//   before; with round_sums the sum goes by ascending e and is rounded after each addition out =
+//   round(round(round(s * routed_scale) + t) * out_scale), t = shared, or with shared_gate t =
+//   round(round(sigmoid(shared_gate)) * shared); factors of 1 and an absent t are left out. With
+//   fp32_shared the sum with t is taken before s is rounded.
+struct ExpertProjectionArgs {
+  TensorView x;            // [rows, k, F], dense
+  TensorView experts;      // i32 [rows, k]
+  TensorView weights;      // f32 [rows, k]
+  TensorView weight;       // i64 [E], addresses of [H, F] (transposed: [F, H])
+  TensorView bias;         // i64 [E], addresses of [H], optional
+  TensorView shared;       // [rows, H], optional
+  TensorView shared_gate;  // [rows, 1], optional
+  TensorView out;          // [rows, H]
+  std::int64_t weight_stride = 0;
+  std::int32_t transposed = 0;
+  std::int32_t round_products = 0;
+  std::int32_t round_sums = 0;
+  std::int32_t fp32_shared = 0;
+  float routed_scale = 1.0F;
+  float out_scale = 1.0F;
 };
 
 SEGKI_EXPORT void embedding(const Backend& backend, const EmbeddingArgs& args,
@@ -255,6 +416,17 @@ SEGKI_EXPORT void argmax(const Backend& backend, const ArgmaxArgs& args,
                          const RunOptions& options = {});
 SEGKI_EXPORT void select_token(const Backend& backend, const SelectTokenArgs& args,
                                const RunOptions& options = {});
+SEGKI_EXPORT void gated_delta(const Backend& backend, const GatedDeltaArgs& args,
+                              const RunOptions& options = {});
+SEGKI_EXPORT void gated_delta_prefill(const Backend& backend, const GatedDeltaPrefillArgs& args,
+                                      const RunOptions& options = {});
+SEGKI_EXPORT void route_experts(const Backend& backend, const RouterArgs& args,
+                                const RunOptions& options = {});
+SEGKI_EXPORT void expert_gated_projection(const Backend& backend,
+                                          const ExpertGatedProjectionArgs& args,
+                                          const RunOptions& options = {});
+SEGKI_EXPORT void expert_projection(const Backend& backend, const ExpertProjectionArgs& args,
+                                    const RunOptions& options = {});
 
 // The check alone, as each function above does it; a step program checks when it is built and not
 // when it runs.
@@ -268,6 +440,11 @@ SEGKI_EXPORT void check(const AttentionArgs& args);
 SEGKI_EXPORT void check(const LmHeadArgs& args);
 SEGKI_EXPORT void check(const ArgmaxArgs& args);
 SEGKI_EXPORT void check(const SelectTokenArgs& args);
+SEGKI_EXPORT void check(const GatedDeltaArgs& args);
+SEGKI_EXPORT void check(const GatedDeltaPrefillArgs& args);
+SEGKI_EXPORT void check(const RouterArgs& args);
+SEGKI_EXPORT void check(const ExpertGatedProjectionArgs& args);
+SEGKI_EXPORT void check(const ExpertProjectionArgs& args);
 
 // Which slot of a backend's table an argument struct belongs to.
 template <typename Args>
@@ -290,6 +467,11 @@ SEGKI_OP_TRAITS(AttentionArgs, kAttention, attention);
 SEGKI_OP_TRAITS(LmHeadArgs, kLmHead, lm_head);
 SEGKI_OP_TRAITS(ArgmaxArgs, kArgmax, argmax);
 SEGKI_OP_TRAITS(SelectTokenArgs, kSelectToken, select_token);
+SEGKI_OP_TRAITS(GatedDeltaArgs, kGatedDelta, gated_delta);
+SEGKI_OP_TRAITS(GatedDeltaPrefillArgs, kGatedDeltaPrefill, gated_delta_prefill);
+SEGKI_OP_TRAITS(RouterArgs, kRouter, route_experts);
+SEGKI_OP_TRAITS(ExpertGatedProjectionArgs, kExpertGatedProjection, expert_gated_projection);
+SEGKI_OP_TRAITS(ExpertProjectionArgs, kExpertProjection, expert_projection);
 #undef SEGKI_OP_TRAITS
 
 }  // namespace segki

@@ -61,6 +61,10 @@ class SEGKI_EXPORT StepProgramBuilder {
   StepProgramBuilder& add(const LmHeadArgs& args);
   StepProgramBuilder& add(const ArgmaxArgs& args);
   StepProgramBuilder& add(const SelectTokenArgs& args);
+  StepProgramBuilder& add(const GatedDeltaArgs& args);
+  StepProgramBuilder& add(const RouterArgs& args);
+  StepProgramBuilder& add(const ExpertGatedProjectionArgs& args);
+  StepProgramBuilder& add(const ExpertProjectionArgs& args);
 
   // The builder is empty afterwards. Throws Error(kState) when no op was added.
   StepProgram finish();

@@ -65,6 +65,17 @@ std::size_t scratch_bytes(OpId op, const void* args) {
       return argmax_scratch_bytes(*static_cast<const ArgmaxArgs*>(args));
     case OpId::kSelectToken:
       return select_token_scratch_bytes(*static_cast<const SelectTokenArgs*>(args));
+    case OpId::kGatedDelta:
+      return gated_delta_scratch_bytes(*static_cast<const GatedDeltaArgs*>(args));
+    case OpId::kGatedDeltaPrefill:
+      return gated_delta_prefill_scratch_bytes(*static_cast<const GatedDeltaPrefillArgs*>(args));
+    case OpId::kRouter:
+      return route_experts_scratch_bytes(*static_cast<const RouterArgs*>(args));
+    case OpId::kExpertGatedProjection:
+      return expert_gated_projection_scratch_bytes(
+          *static_cast<const ExpertGatedProjectionArgs*>(args));
+    case OpId::kExpertProjection:
+      return expert_projection_scratch_bytes(*static_cast<const ExpertProjectionArgs*>(args));
   }
   return 0;
 }
@@ -87,6 +98,11 @@ BackendTable make_table(const Variant& variant) {
   table.lm_head = lm_head_kernel(variant.set);
   table.argmax = argmax_kernel(variant.set);
   table.select_token = select_token_kernel(variant.set);
+  table.gated_delta = gated_delta_kernel(variant.set);
+  table.gated_delta_prefill = gated_delta_prefill_kernel(variant.set);
+  table.route_experts = route_experts_kernel(variant.set);
+  table.expert_gated_projection = expert_gated_projection_kernel(variant.set);
+  table.expert_projection = expert_projection_kernel(variant.set);
   return table;
 }
 

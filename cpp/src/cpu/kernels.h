@@ -23,6 +23,11 @@ Kernel<AttentionArgs> attention_kernel(InstructionSet set);
 Kernel<LmHeadArgs> lm_head_kernel(InstructionSet set);
 Kernel<ArgmaxArgs> argmax_kernel(InstructionSet set);
 Kernel<SelectTokenArgs> select_token_kernel(InstructionSet set);
+Kernel<GatedDeltaArgs> gated_delta_kernel(InstructionSet set);
+Kernel<GatedDeltaPrefillArgs> gated_delta_prefill_kernel(InstructionSet set);
+Kernel<RouterArgs> route_experts_kernel(InstructionSet set);
+Kernel<ExpertGatedProjectionArgs> expert_gated_projection_kernel(InstructionSet set);
+Kernel<ExpertProjectionArgs> expert_projection_kernel(InstructionSet set);
 
 // Bytes that each part of the op needs in `Exec::scratch`, the same for all instruction sets.
 std::size_t embedding_scratch_bytes(const EmbeddingArgs& args);
@@ -35,6 +40,11 @@ std::size_t attention_scratch_bytes(const AttentionArgs& args);
 std::size_t lm_head_scratch_bytes(const LmHeadArgs& args);
 std::size_t argmax_scratch_bytes(const ArgmaxArgs& args);
 std::size_t select_token_scratch_bytes(const SelectTokenArgs& args);
+std::size_t gated_delta_scratch_bytes(const GatedDeltaArgs& args);
+std::size_t gated_delta_prefill_scratch_bytes(const GatedDeltaPrefillArgs& args);
+std::size_t route_experts_scratch_bytes(const RouterArgs& args);
+std::size_t expert_gated_projection_scratch_bytes(const ExpertGatedProjectionArgs& args);
+std::size_t expert_projection_scratch_bytes(const ExpertProjectionArgs& args);
 
 // Part `part` of [0, total) cut into `parts` contiguous ranges of whole blocks, as even as blocks
 // allow; a range may be empty.

@@ -242,11 +242,21 @@ HWY_INLINE VF in_register(VF v) {
   return v;
 }
 
+// What is requested while a tile of a panel is multiplied: the weights kAhead bytes on in its
+// streams, and at the streams' end those at the start of the streams of the next panel, where no
+// hardware prefetcher looks.
+struct Ahead {
+  std::uintptr_t here;  // first stream's address kAhead bytes on
+  std::uintptr_t next;  // what to use in place of `here` from byte `left` of the tile on
+  std::int64_t left;
+};
+
 // C rows of W that are `apart` rows from each other times R rows of x. kPrefetch: the weights come
 // from memory and not from an earlier tile's cache.
 template <int C, int R, bool kPrefetch, typename T>
 HWY_INLINE void tile_product(const T* HWY_RESTRICT w, std::int64_t apart, std::int64_t k,
-                             const float* HWY_RESTRICT x, float* HWY_RESTRICT sums) {
+                             const float* HWY_RESTRICT x, float* HWY_RESTRICT sums,
+                             [[maybe_unused]] const Ahead& ahead) {
   const std::int64_t stride = apart * k;
   VF acc[R * C];
   for (int i = 0; i < R * C; ++i) acc[i] = zero();
@@ -254,15 +264,19 @@ HWY_INLINE void tile_product(const T* HWY_RESTRICT w, std::int64_t apart, std::i
   for (; i + kChunk <= k; i += kChunk) {
     VF a[C];
     VF b[C];
+    [[maybe_unused]] std::uintptr_t from = 0;
+    if constexpr (kPrefetch) {
+      const std::int64_t done = i * static_cast<std::int64_t>(sizeof(T));
+      from = (done < ahead.left ? ahead.here : ahead.next) + static_cast<std::uintptr_t>(done);
+    }
     for (int c = 0; c < C; ++c) {
       const T* p = w + c * stride + i;
       load_chunk(p, a[c], b[c]);
       if constexpr (kPrefetch) {
-        const auto ahead =
-            reinterpret_cast<std::uintptr_t>(p) + kAhead;  // may lie past the weights
         for (std::size_t line = 0; line < kChunk * sizeof(T); line += 64) {
-          hwy::Prefetch(reinterpret_cast<const char*>(ahead + line));
+          hwy::Prefetch(reinterpret_cast<const char*>(from + line));  // may lie past the weights
         }
+        from += static_cast<std::uintptr_t>(stride) * sizeof(T);
       }
     }
     for (int r = 0; r < R; ++r) {
@@ -295,40 +309,52 @@ HWY_INLINE void tile_product(const T* HWY_RESTRICT w, std::int64_t apart, std::i
 // faster than neighbouring rows, whose short streams the hardware's prefetcher loses at each tile's
 // end.
 template <int R, bool kPrefetch, typename T>
-HWY_NOINLINE void panel_product_r(const T* w, std::int64_t columns, std::int64_t k,
+HWY_NOINLINE void panel_product_r(const T* w, std::int64_t columns, std::int64_t k, const T* next,
                                   const float* packed, float* sums) {
   constexpr int C = kTileColumns<R>;
   const std::int64_t apart = columns / C;
+  const std::int64_t row_bytes = k * static_cast<std::int64_t>(sizeof(T));
+  Ahead ahead;
+  ahead.here = reinterpret_cast<std::uintptr_t>(w) + kAhead;
+  ahead.left = apart * row_bytes - kAhead;
+  ahead.next = reinterpret_cast<std::uintptr_t>(next) - static_cast<std::uintptr_t>(ahead.left);
   for (std::int64_t n = 0; n < apart; ++n) {
-    tile_product<C, R, kPrefetch>(w + n * k, apart, k, packed, sums + n);
+    tile_product<C, R, kPrefetch>(w + n * k, apart, k, packed, sums + n, ahead);
+    ahead.here += static_cast<std::uintptr_t>(row_bytes);
+    ahead.next += static_cast<std::uintptr_t>(row_bytes);
+    ahead.left -= row_bytes;
   }
   for (std::int64_t n = apart * C; n < columns; ++n) {
-    tile_product<1, R, kPrefetch>(w + n * k, 1, k, packed, sums + n);
+    const std::uintptr_t on = reinterpret_cast<std::uintptr_t>(w + n * k) + kAhead;
+    tile_product<1, R, kPrefetch>(w + n * k, 1, k, packed, sums + n, Ahead{on, on, 0});
   }
 }
 
 template <int R, typename T>
-HWY_INLINE void panel_product_r(const T* w, std::int64_t columns, std::int64_t k,
+HWY_INLINE void panel_product_r(const T* w, std::int64_t columns, std::int64_t k, const T* next,
                                 const float* packed, float* sums, bool prefetch) {
   if (prefetch) {
-    panel_product_r<R, true>(w, columns, k, packed, sums);
+    panel_product_r<R, true>(w, columns, k, next, packed, sums);
   } else {
-    panel_product_r<R, false>(w, columns, k, packed, sums);
+    panel_product_r<R, false>(w, columns, k, next, packed, sums);
   }
 }
 
+// `next` is the panel that follows: its first weights are requested early.
 template <typename T>
 HWY_INLINE void panel_product(std::int64_t tile, const T* w, std::int64_t columns, std::int64_t k,
-                              const float* packed, float* sums, bool prefetch) {
+                              const T* next, const float* packed, float* sums, bool prefetch) {
   switch (tile) {
     case 1:
-      return panel_product_r<1>(w, columns, k, packed, sums, prefetch);
+      return panel_product_r<1>(w, columns, k, next, packed, sums, prefetch);
     case 2:
-      return panel_product_r<2>(w, columns, k, packed, sums, prefetch);
+      return panel_product_r<2>(w, columns, k, next, packed, sums, prefetch);
     case 4:
-      return panel_product_r<4>(w, columns, k, packed, sums, prefetch);
+      return panel_product_r<4>(w, columns, k, next, packed, sums, prefetch);
     default:
-      if constexpr (kTileRows == 8) panel_product_r<8>(w, columns, k, packed, sums, prefetch);
+      if constexpr (kTileRows == 8) {
+        panel_product_r<8>(w, columns, k, next, packed, sums, prefetch);
+      }
   }
 }
 
@@ -345,7 +371,8 @@ void matmul(const T* const (&weights)[kWeights], Range range, std::int64_t k, st
     for (std::int64_t row = 0; row < rows;) {
       const std::int64_t tile = tile_rows(row, rows);
       for (int i = 0; i < kWeights; ++i) {
-        panel_product(tile, weights[i] + n * k, columns, k, x, sums[i], row == 0);
+        const T* next = i + 1 < kWeights ? weights[i + 1] + n * k : weights[0] + (n + columns) * k;
+        panel_product(tile, weights[i] + n * k, columns, k, next, x, sums[i], row == 0);
       }
       for (std::int64_t r = 0; r < std::min(tile, rows - row); ++r) {
         const float* of_row[kWeights];

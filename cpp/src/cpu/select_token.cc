@@ -91,6 +91,10 @@ inline void select_row(const SelectTokenArgs& args, std::int64_t r) {
   } else if (generated >= args.max_new_tokens) {
     finished = static_cast<std::int32_t>(StopReason::kLength);
   }
+  if (args.frozen.present() && args.advance_finished == 0 &&
+      finished != static_cast<std::int32_t>(StopReason::kRunning)) {
+    args.frozen.as<std::int32_t>()[at(args.frozen)] = 1;
+  }
 }
 
 std::int32_t select_token(const SelectTokenArgs* args, const Exec* exec) {

@@ -20,6 +20,7 @@ void check(const SelectTokenArgs& args) {
   checker.writable("history", args.history);
   checker.optional("log_prob", args.log_prob, {&rows, &capacity}, DType::kF32);
   checker.optional("eos", args.eos, {&ids}, DType::kI64);
+  checker.optional("frozen", args.frozen, {&rows}, DType::kI32);
   checker.optional("forced", args.forced, {&rows, &forced}, DType::kI64);
   checker.number("pad", args.pad, 0, INT64_MAX);
   checker.number("min_new_tokens", args.min_new_tokens, 0, INT32_MAX);

@@ -63,6 +63,11 @@ void bind_ops(nb::module_& module) {
       .value("neox", RopeKind::kNeox)
       .value("interleaved", RopeKind::kInterleaved);
 
+  nb::enum_<RouterScore>(module, "RouterScore")
+      .value("softmax", RouterScore::kSoftmax)
+      .value("softmax_chosen", RouterScore::kSoftmaxChosen)
+      .value("sigmoid", RouterScore::kSigmoid);
+
   nb::class_<NormSpec>(module, "NormSpec")
       .def(nb::init<>())
       .def_rw("kind", &NormSpec::kind)
@@ -204,10 +209,114 @@ void bind_ops(nb::module_& module) {
       .def_rw("log_prob", &SelectTokenArgs::log_prob)
       .def_rw("eos", &SelectTokenArgs::eos)
       .def_rw("forced", &SelectTokenArgs::forced)
+      .def_rw("frozen", &SelectTokenArgs::frozen)
       .def_rw("pad", &SelectTokenArgs::pad)
       .def_rw("min_new_tokens", &SelectTokenArgs::min_new_tokens)
       .def_rw("max_new_tokens", &SelectTokenArgs::max_new_tokens)
       .def_rw("advance_finished", &SelectTokenArgs::advance_finished);
+
+  nb::class_<GatedDeltaArgs>(module, "GatedDeltaArgs")
+      .def(nb::init<>())
+      .def_rw("q", &GatedDeltaArgs::q)
+      .def_rw("k", &GatedDeltaArgs::k)
+      .def_rw("v", &GatedDeltaArgs::v)
+      .def_rw("z", &GatedDeltaArgs::z)
+      .def_rw("a", &GatedDeltaArgs::a)
+      .def_rw("b", &GatedDeltaArgs::b)
+      .def_rw("conv_weight", &GatedDeltaArgs::conv_weight)
+      .def_rw("conv_bias", &GatedDeltaArgs::conv_bias)
+      .def_rw("a_log", &GatedDeltaArgs::a_log)
+      .def_rw("dt_bias", &GatedDeltaArgs::dt_bias)
+      .def_rw("norm_weight", &GatedDeltaArgs::norm_weight)
+      .def_rw("slots", &GatedDeltaArgs::slots)
+      .def_rw("frozen", &GatedDeltaArgs::frozen)
+      .def_rw("conv_state", &GatedDeltaArgs::conv_state)
+      .def_rw("state", &GatedDeltaArgs::state)
+      .def_rw("out", &GatedDeltaArgs::out)
+      .def_rw("norm", &GatedDeltaArgs::norm)
+      .def_rw("l2_eps", &GatedDeltaArgs::l2_eps)
+      .def_rw("query_scale", &GatedDeltaArgs::query_scale)
+      .def_rw("beta_scale", &GatedDeltaArgs::beta_scale)
+      .def_rw("conv_activation", &GatedDeltaArgs::conv_activation)
+      .def_rw("gate_activation", &GatedDeltaArgs::gate_activation);
+
+  nb::class_<GatedDeltaPrefillArgs>(module, "GatedDeltaPrefillArgs")
+      .def(nb::init<>())
+      .def_rw("q", &GatedDeltaPrefillArgs::q)
+      .def_rw("k", &GatedDeltaPrefillArgs::k)
+      .def_rw("v", &GatedDeltaPrefillArgs::v)
+      .def_rw("z", &GatedDeltaPrefillArgs::z)
+      .def_rw("a", &GatedDeltaPrefillArgs::a)
+      .def_rw("b", &GatedDeltaPrefillArgs::b)
+      .def_rw("conv_weight", &GatedDeltaPrefillArgs::conv_weight)
+      .def_rw("conv_bias", &GatedDeltaPrefillArgs::conv_bias)
+      .def_rw("a_log", &GatedDeltaPrefillArgs::a_log)
+      .def_rw("dt_bias", &GatedDeltaPrefillArgs::dt_bias)
+      .def_rw("norm_weight", &GatedDeltaPrefillArgs::norm_weight)
+      .def_rw("begins", &GatedDeltaPrefillArgs::begins)
+      .def_rw("ends", &GatedDeltaPrefillArgs::ends)
+      .def_rw("conv_state", &GatedDeltaPrefillArgs::conv_state)
+      .def_rw("state", &GatedDeltaPrefillArgs::state)
+      .def_rw("out", &GatedDeltaPrefillArgs::out)
+      .def_rw("norm", &GatedDeltaPrefillArgs::norm)
+      .def_rw("l2_eps", &GatedDeltaPrefillArgs::l2_eps)
+      .def_rw("query_scale", &GatedDeltaPrefillArgs::query_scale)
+      .def_rw("beta_scale", &GatedDeltaPrefillArgs::beta_scale)
+      .def_rw("conv_activation", &GatedDeltaPrefillArgs::conv_activation)
+      .def_rw("gate_activation", &GatedDeltaPrefillArgs::gate_activation)
+      .def_rw("continued", &GatedDeltaPrefillArgs::continued);
+
+  nb::class_<RouterArgs>(module, "RouterArgs")
+      .def(nb::init<>())
+      .def_rw("logits", &RouterArgs::logits)
+      .def_rw("bias", &RouterArgs::bias)
+      .def_rw("experts", &RouterArgs::experts)
+      .def_rw("weights", &RouterArgs::weights)
+      .def_rw("score", &RouterArgs::score)
+      .def_rw("dtype", &RouterArgs::dtype)
+      .def_rw("choose_by_logit", &RouterArgs::choose_by_logit)
+      .def_rw("groups", &RouterArgs::groups)
+      .def_rw("group_top_k", &RouterArgs::group_top_k)
+      .def_rw("group_by_max", &RouterArgs::group_by_max)
+      .def_rw("mask_with_zero", &RouterArgs::mask_with_zero)
+      .def_rw("sorted", &RouterArgs::sorted)
+      .def_rw("normalise", &RouterArgs::normalise)
+      .def_rw("sum_eps", &RouterArgs::sum_eps)
+      .def_rw("sum_min", &RouterArgs::sum_min)
+      .def_rw("scale", &RouterArgs::scale)
+      .def_rw("round_weights", &RouterArgs::round_weights)
+      .def_rw("round_scores", &RouterArgs::round_scores);
+
+  nb::class_<ExpertGatedProjectionArgs>(module, "ExpertGatedProjectionArgs")
+      .def(nb::init<>())
+      .def_rw("x", &ExpertGatedProjectionArgs::x)
+      .def_rw("experts", &ExpertGatedProjectionArgs::experts)
+      .def_rw("gate", &ExpertGatedProjectionArgs::gate)
+      .def_rw("up", &ExpertGatedProjectionArgs::up)
+      .def_rw("gate_bias", &ExpertGatedProjectionArgs::gate_bias)
+      .def_rw("up_bias", &ExpertGatedProjectionArgs::up_bias)
+      .def_rw("out", &ExpertGatedProjectionArgs::out)
+      .def_rw("weight_stride", &ExpertGatedProjectionArgs::weight_stride)
+      .def_rw("transposed", &ExpertGatedProjectionArgs::transposed)
+      .def_rw("activation", &ExpertGatedProjectionArgs::activation);
+
+  nb::class_<ExpertProjectionArgs>(module, "ExpertProjectionArgs")
+      .def(nb::init<>())
+      .def_rw("x", &ExpertProjectionArgs::x)
+      .def_rw("experts", &ExpertProjectionArgs::experts)
+      .def_rw("weights", &ExpertProjectionArgs::weights)
+      .def_rw("weight", &ExpertProjectionArgs::weight)
+      .def_rw("bias", &ExpertProjectionArgs::bias)
+      .def_rw("shared", &ExpertProjectionArgs::shared)
+      .def_rw("shared_gate", &ExpertProjectionArgs::shared_gate)
+      .def_rw("out", &ExpertProjectionArgs::out)
+      .def_rw("weight_stride", &ExpertProjectionArgs::weight_stride)
+      .def_rw("transposed", &ExpertProjectionArgs::transposed)
+      .def_rw("round_products", &ExpertProjectionArgs::round_products)
+      .def_rw("round_sums", &ExpertProjectionArgs::round_sums)
+      .def_rw("fp32_shared", &ExpertProjectionArgs::fp32_shared)
+      .def_rw("routed_scale", &ExpertProjectionArgs::routed_scale)
+      .def_rw("out_scale", &ExpertProjectionArgs::out_scale);
 
   def_op<EmbeddingArgs>(module, "embedding", &embedding);
   def_op<NormArgs>(module, "norm", &norm);
@@ -219,6 +328,11 @@ void bind_ops(nb::module_& module) {
   def_op<LmHeadArgs>(module, "lm_head", &lm_head);
   def_op<ArgmaxArgs>(module, "argmax", &argmax);
   def_op<SelectTokenArgs>(module, "select_token", &select_token);
+  def_op<GatedDeltaArgs>(module, "gated_delta", &gated_delta);
+  def_op<GatedDeltaPrefillArgs>(module, "gated_delta_prefill", &gated_delta_prefill);
+  def_op<RouterArgs>(module, "route_experts", &route_experts);
+  def_op<ExpertGatedProjectionArgs>(module, "expert_gated_projection", &expert_gated_projection);
+  def_op<ExpertProjectionArgs>(module, "expert_projection", &expert_projection);
 }
 
 }  // namespace segki::python

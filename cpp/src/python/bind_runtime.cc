@@ -124,6 +124,8 @@ void bind_runtime(nb::module_& module) {
           nb::arg("conv_channels"), nb::arg("conv_width"), nb::arg("heads"), nb::arg("key_dim"),
           nb::arg("value_dim"), nb::arg("conv_dtype"));
 
+  nb::class_<HybridCache::Snapshot>(module, "CacheSnapshot")
+      .def_ro("rows", &HybridCache::Snapshot::rows);
   nb::class_<PythonCache>(module, "HybridCache")
       .def(
           "__init__",
@@ -182,6 +184,12 @@ void bind_runtime(nb::module_& module) {
           nb::arg("layer"), nb::arg("keys"), nb::arg("values"), nb::arg("lengths"),
           nb::arg("first"))
       .def("reset", [](PythonCache& self, std::int32_t slot) { self.cache.reset(slot); })
+      .def("snapshot",
+           [](const PythonCache& self, std::int32_t rows) { return self.cache.snapshot(rows); })
+      .def("restore",
+           [](PythonCache& self, const HybridCache::Snapshot& taken) { self.cache.restore(taken); })
+      .def("crop", [](const PythonCache& self, std::int32_t length,
+                      std::int32_t kept) { self.cache.crop(length, kept); })
       .def("reorder",
            [](PythonCache& self, const std::vector<std::int32_t>& source) {
              if (static_cast<std::int32_t>(source.size()) != self.cache.spec().rows) {
@@ -221,6 +229,10 @@ void bind_runtime(nb::module_& module) {
   def_add(static_cast<const LmHeadArgs*>(nullptr));
   def_add(static_cast<const ArgmaxArgs*>(nullptr));
   def_add(static_cast<const SelectTokenArgs*>(nullptr));
+  def_add(static_cast<const GatedDeltaArgs*>(nullptr));
+  def_add(static_cast<const RouterArgs*>(nullptr));
+  def_add(static_cast<const ExpertGatedProjectionArgs*>(nullptr));
+  def_add(static_cast<const ExpertProjectionArgs*>(nullptr));
   builder.def("finish", &StepProgramBuilder::finish);
 
   nb::enum_<StopReason>(module, "StopReason")

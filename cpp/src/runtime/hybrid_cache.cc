@@ -175,7 +175,32 @@ struct HybridCache::Impl {
   // Of the keys and of the values.
   std::pair<SlotShape, SlotShape> slot_shapes(int layer) const;
   void reorder_region(const Region& region, const std::int32_t* source) const;
+  // visit(address, bytes) for the slots 0..rows-1 of each storage that a step overwrites.
+  template <typename Visit>
+  void each_changing(std::int32_t rows, const Visit& visit) const;
+  std::size_t snapshot_bytes(std::int32_t rows) const;
 };
+
+template <typename Visit>
+void HybridCache::Impl::each_changing(std::int32_t rows, const Visit& visit) const {
+  for (std::size_t i = 0; i < spec.layers.size(); ++i) {
+    const auto* kv = std::get_if<KvLayer>(&spec.layers[i]);
+    if (kv != nullptr && kv->window == 0) continue;
+    for (const Region& region : {regions[i].first, regions[i].second}) {
+      visit(slot_of(region, 0), as_size(rows) * region.slot_bytes);
+    }
+  }
+}
+
+std::size_t HybridCache::Impl::snapshot_bytes(std::int32_t rows) const {
+  if (rows < 1 || rows > spec.rows) {
+    reject("rows is " + std::to_string(rows) + ", accepted is 1 to " + std::to_string(spec.rows));
+  }
+  require_storage();
+  std::size_t bytes = 0;
+  each_changing(rows, [&](std::byte*, std::size_t size) { bytes += size; });
+  return bytes;
+}
 
 HybridCache::Impl::Impl(CacheSpec given, Allocator allocator) : spec(std::move(given)) {
   if (spec.rows < 1 || spec.rows > kMaxRows) {
@@ -456,6 +481,62 @@ void HybridCache::reorder(const std::int32_t* source) {
   for (const LayerRegions& layer : impl_->regions) {
     impl_->reorder_region(layer.first, source);
     impl_->reorder_region(layer.second, source);
+  }
+}
+
+HybridCache::Snapshot HybridCache::snapshot(std::int32_t rows) const {
+  Snapshot taken;
+  taken.bytes.resize(impl_->snapshot_bytes(rows));
+  taken.rows = rows;
+  std::byte* to = taken.bytes.data();
+  impl_->each_changing(rows, [&](std::byte* state, std::size_t bytes) {
+    std::memcpy(to, state, bytes);
+    to += bytes;
+  });
+  return taken;
+}
+
+void HybridCache::restore(const Snapshot& snapshot) {
+  const std::size_t accepted = impl_->snapshot_bytes(snapshot.rows);
+  if (snapshot.bytes.size() != accepted) {
+    reject("snapshot has " + std::to_string(snapshot.bytes.size()) + " bytes for " +
+           std::to_string(snapshot.rows) + " rows, accepted is " + std::to_string(accepted));
+  }
+  const std::byte* from = snapshot.bytes.data();
+  impl_->each_changing(snapshot.rows, [&](std::byte* state, std::size_t bytes) {
+    std::memcpy(state, from, bytes);
+    from += bytes;
+  });
+}
+
+void HybridCache::crop(std::int32_t length, std::int32_t kept) const {
+  if (length < 0 || length > impl_->spec.max_len) {
+    reject("length is " + std::to_string(length) + ", accepted is 0 to max_len (" +
+           std::to_string(impl_->spec.max_len) + ")");
+  }
+  if (kept < 0 || kept > length) {
+    reject("kept is " + std::to_string(kept) + ", accepted is 0 to length (" +
+           std::to_string(length) + ")");
+  }
+  if (kept == length) return;
+  for (std::size_t i = 0; i < impl_->spec.layers.size(); ++i) {
+    const auto* kv = std::get_if<KvLayer>(&impl_->spec.layers[i]);
+    if (kv == nullptr) {
+      throw Error(ErrorCode::kState, "hybrid cache: " + layer_name(i) +
+                                         " keeps a recurrent state, from which no token can be "
+                                         "taken back; given a crop from " +
+                                         std::to_string(length) + " to " + std::to_string(kept));
+    }
+    // The next token, at position `kept`, sees kept - window + 1 onwards; the ring holds the last
+    // ring_of tokens.
+    const std::int64_t oldest_seen = std::max(0, kept - kv->window + 1);
+    if (kv->window > 0 && oldest_seen < length - ring_of(*kv, impl_->spec.max_len) && kept > 0) {
+      throw Error(ErrorCode::kState, "hybrid cache: " + layer_name(i) + " holds the last " +
+                                         std::to_string(ring_of(*kv, impl_->spec.max_len)) +
+                                         " of " + std::to_string(length) +
+                                         " tokens, which is not enough to go back to " +
+                                         std::to_string(kept));
+    }
   }
 }
 

@@ -72,6 +72,16 @@ const char* name_of(OpId id) {
       return OpTraits<ArgmaxArgs>::kName;
     case OpId::kSelectToken:
       return OpTraits<SelectTokenArgs>::kName;
+    case OpId::kGatedDelta:
+      return OpTraits<GatedDeltaArgs>::kName;
+    case OpId::kGatedDeltaPrefill:
+      return OpTraits<GatedDeltaPrefillArgs>::kName;
+    case OpId::kRouter:
+      return OpTraits<RouterArgs>::kName;
+    case OpId::kExpertGatedProjection:
+      return OpTraits<ExpertGatedProjectionArgs>::kName;
+    case OpId::kExpertProjection:
+      return OpTraits<ExpertProjectionArgs>::kName;
   }
   return "unknown";
 }
@@ -310,6 +320,26 @@ StepProgramBuilder& StepProgramBuilder::add(const ArgmaxArgs& args) {
 }
 
 StepProgramBuilder& StepProgramBuilder::add(const SelectTokenArgs& args) {
+  impl_->add(args);
+  return *this;
+}
+
+StepProgramBuilder& StepProgramBuilder::add(const GatedDeltaArgs& args) {
+  impl_->add(args);
+  return *this;
+}
+
+StepProgramBuilder& StepProgramBuilder::add(const RouterArgs& args) {
+  impl_->add(args);
+  return *this;
+}
+
+StepProgramBuilder& StepProgramBuilder::add(const ExpertGatedProjectionArgs& args) {
+  impl_->add(args);
+  return *this;
+}
+
+StepProgramBuilder& StepProgramBuilder::add(const ExpertProjectionArgs& args) {
   impl_->add(args);
   return *this;
 }

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from segki import reference
+from segki import reference, reference_hybrid
 from segki.detect.context import Context
 from segki.detect.mlp import captured
 from segki.detect.numeric import TOLERANCE, max_error
 from segki.detect.resolve import rope_table
 from segki.detect.trace import Call, same
-from segki.plan import AttentionPlan, LayerPlan, LinearPlan, MlpPlan, Node, RopePlan
+from segki.plan import AttentionPlan, GdnPlan, LayerPlan, LinearPlan, MlpPlan, Node, RopePlan
 
 
 class LayerCheck:
@@ -59,6 +59,8 @@ class LayerCheck:
                 got = reference.mlp(node.mlp, lookup, x)
             else:
                 got, want = self._mlp_inner(node.mlp), self._input_of(node.mlp.down, y)
+        elif node.gdn is not None:
+            got, want = self._gdn_inner(node.gdn), self._input_of(node.gdn.out, y)
         elif node.attention is not None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
             tables = self._tables(node.attention.rope, x.shape[1])
@@ -90,6 +92,12 @@ class LayerCheck:
             return None if up is None else activation(up)
         gate = captured(self.ctx, plan.gate)
         return None if gate is None else activation(gate) * up
+
+    def _gdn_inner(self, plan: GdnPlan) -> Tensor | None:
+        projected = [value for value in (captured(self.ctx, p) for p in plan.projections) if value is not None]
+        if len(projected) != len(plan.projections):
+            return None
+        return reference_hybrid.gated_delta_inner(plan, self.ctx.lookup(), projected)
 
     def _attention_inner(self, plan: AttentionPlan, tables: tuple[Tensor, Tensor] | None, positions: Tensor) -> Tensor | None:
         projected = [value for value in (captured(self.ctx, p) for p in plan.projections) if value is not None]

@@ -11,6 +11,7 @@ from torch import Tensor
 from segki import reference
 from segki.detect.attention import detect_attention
 from segki.detect.context import Context, has_linear, is_container
+from segki.detect.gdn import detect_gdn, is_gdn_shaped
 from segki.detect.guard import is_linear
 from segki.detect.mlp import detect_mlp, has_fused_input, is_mlp_shaped
 from segki.detect.norms import detect_norm
@@ -144,7 +145,9 @@ def _visit(ctx: Context, layer: Call, call: Call, flow: Flow, window: int | None
         return
     src = source(ctx, layer, flow, call.x, f"input of {call.name}")
     mlp = ctx.mlp(call, detect_mlp) if shaped else None
-    if isinstance(mlp, MlpPlan):
+    if is_gdn_shaped(call.module):
+        node = Node(flow.fresh(label), call.name, src, gdn=detect_gdn(ctx, call))
+    elif isinstance(mlp, MlpPlan):
         node = Node(flow.fresh(label), call.name, src, mlp=mlp)
     elif mlp is not None and not has_fused_input(ctx, call):
         raise Unknown(mlp)

@@ -89,8 +89,12 @@ def module_problem(name: str, module: nn.Module) -> str | None:
     return None
 
 
-def segment_problem(prefix: str, module: nn.Module) -> str | None:
-    """First problem of a module and everything below it, one dtype and device included."""
+def segment_problem(prefix: str, module: nn.Module, *, mixed: bool = False) -> str | None:
+    """First problem of a module and everything below it, one dtype and device included.
+
+    With `mixed`, float32 parameters may stand beside half-precision ones: some models keep gates and routers so, and a plan says
+    where that is known.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], str] = {}
     for name, child in module.named_modules(prefix=prefix):
         problem = module_problem(name, child)
@@ -101,6 +105,8 @@ def segment_problem(prefix: str, module: nn.Module) -> str | None:
             if problem:
                 return problem
             kinds.setdefault((parameter.dtype, parameter.device), own)
+    if mixed and len(kinds) == 2 and len({device for _, device in kinds}) == 1:
+        kinds = {kind: own for kind, own in kinds.items() if kind[0] != torch.float32}
     if len(kinds) > 1:
         (first, one), (second, two) = list(kinds.items())[:2]
         return f"parameters differ: {one} is {first[0]} on {first[1]}, {two} is {second[0]} on {second[1]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,11 +15,12 @@ from segki.detect.ends import detect_embedding, detect_final, detect_head
 from segki.detect.guard import hooked, segment_problem
 from segki.detect.mlp import detect_mlp, has_fused_input, is_mlp_shaped
 from segki.detect.numeric import Unknown
+from segki.detect.resolve import resolve
 from segki.detect.ropes import rope_source
 from segki.detect.run import Run, layer_calls, preserved, run_once
 from segki.detect.trace import Call
 from segki.detect.windows import layer_windows
-from segki.plan import AttentionPlan, Detection, LayerPlan, MlpPlan, ModelPlan, NormPlan, ParamRef, Segment
+from segki.plan import Detection, LayerPlan, MlpPlan, ModelPlan, ParamRef, Segment
 
 
 @torch.no_grad()
@@ -51,7 +52,7 @@ def _detect(model: nn.Module) -> Detection:
     first = next(model.parameters(), None)
     if first is None or any(p.is_meta for p in model.parameters()):
         return Detection(None, (), ("model: it has no parameters, or some are on the meta device",))
-    problem = segment_problem("", model)
+    problem = segment_problem("", model, mixed=True)
     if problem is not None and any(hooked(module) for module in model.modules()):
         return Detection(None, (), (problem,))  # running the model would call somebody's hooks
     try:
@@ -88,6 +89,7 @@ def _model_plan(run: Run) -> ModelPlan:
         min(bounded) if bounded else None,
     )  # fmt: skip
     _check_claims(ctx, plan)
+    _check_dtypes(ctx, plan)
     return plan
 
 
@@ -147,6 +149,22 @@ def _check_claims(ctx: Context, plan: ModelPlan) -> None:
             raise Unknown(f"parameter {name} is not explained")
 
 
+def _check_dtypes(ctx: Context, plan: ModelPlan) -> None:
+    """Every parameter has the model's dtype, but for those that a block reads as float32."""
+    free: set[str] = set()
+    for layer in plan.layers:
+        for node in layer.nodes:
+            if node.gdn is not None:
+                free |= _refs((node.gdn.a_log, node.gdn.dt_bias))
+            if node.moe is not None:
+                router = node.moe.router
+                free |= _refs(router.bias) | (_refs(router.linear.weight) if router.fp32_logits else set())
+    for name in _refs(plan):
+        tensor = resolve(ctx.model, ParamRef(name))
+        if tensor.dtype != ctx.dtype and not (name in free and tensor.dtype == torch.float32):
+            raise Unknown(f"{name} is {tensor.dtype} in a model of {ctx.dtype}")
+
+
 def _is_parameter(model: nn.Module, name: str) -> bool:
     owner, _, own = name.rpartition(".")
     return own in model.get_submodule(owner)._parameters
@@ -175,7 +193,9 @@ def _plan_segments(plan: ModelPlan) -> list[Segment]:
     found = []
     for layer in plan.layers:
         for node in layer.nodes:
-            part: AttentionPlan | NormPlan | None = node.attention or node.norm
-            if part is not None and node.module is not None:
-                found.append(Segment(node.module, "attention" if node.attention else "norm", part))
+            kinds: tuple[Literal["attention", "gdn", "norm"], ...] = ("attention", "gdn", "norm")
+            for kind in kinds:
+                part = getattr(node, kind)
+                if part is not None and node.module is not None:
+                    found.append(Segment(node.module, kind, part))
     return found

@@ -17,7 +17,7 @@ from segki.detect.ropes import table_limit
 from segki.detect.trace import FORWARD_ERRORS, Call, flat_tensors
 
 MAX_PROMPT = 4200  # tokens of a mask probe
-LAYER_TYPES = (None, "full_attention", "sliding_attention", "attention")
+LAYER_TYPES = (None, "full_attention", "sliding_attention", "attention", "linear_attention")
 
 
 def layer_windows(ctx: Context, calls: list[Call]) -> list[int | None]:

@@ -1,0 +1,1 @@
+"""Executable specification of mixture-of-experts blocks."""
