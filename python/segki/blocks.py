@@ -86,7 +86,6 @@ def add_moe(builder: StepBuilder, x: torch.Tensor, plan: MoePlan, out: torch.Ten
     second.weight_stride = _row_stride(builder, plan.down)
     second.transposed = int(plan.down.transposed)
     second.round_products, second.round_sums = int(plan.round_products), int(plan.round_sums)
-    second.fp32_shared = int(plan.fp32_shared)
     second.routed_scale, second.out_scale = plan.routed_scale, plan.out_scale
     second.out = view(out)
     used = [experts, weights, hidden]

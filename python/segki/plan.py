@@ -275,7 +275,7 @@ class MoePlan:
     ----------
     router, gate, up, down, activation
         Routed experts are gated MLPs `down(act(gate(x)) * up(x))`.
-    round_products, round_sums, fp32_shared, routed_scale, out_scale
+    round_products, round_sums, routed_scale, out_scale
         As in `segki::ExpertProjectionArgs`.
     shared
         MLP of every token, added to the routed sum.
@@ -293,7 +293,6 @@ class MoePlan:
     shared_gate: LinearPlan | None = None
     round_products: bool = False
     round_sums: bool = False
-    fp32_shared: bool = False
     routed_scale: float = 1.0
     out_scale: float = 1.0
 

@@ -93,11 +93,11 @@ struct SumNormArgs {
 };
 
 // 1 to 4 weights that share an input: y_i = round(x W_i^T + b_i), not rounded where out[i] is f32
-// (the logits of a router that computes in fp32; no activation and no residual then); then, where
-// asked, y_i = round(activation(y_i)); then, for one weight and with `residual`, out =
-// round(round(residual * residual_scale) + round(y * branch_scale)); out may be residual. The
-// activation is evaluated in fp32 on the rounded value; kRelu2 rounds the relu (exact) and the
-// square.
+// (the logits of a router that computes in fp32; no activation and no residual then, and weight and
+// bias may be f32); then, where asked, y_i = round(activation(y_i)); then, for one weight and with
+// `residual`, out = round(round(residual * residual_scale) + round(y * branch_scale)); out may be
+// residual. The activation is evaluated in fp32 on the rounded value; kRelu2 rounds the relu
+// (exact) and the square.
 struct ProjectionArgs {
   TensorView x;          // [rows, K]
   TensorView weight[4];  // [N_i, K], or [K, N_i] when `transposed`
@@ -372,12 +372,11 @@ struct ExpertGatedProjectionArgs {
 };
 
 // Second half and the weighted sum:
-//   y_j = round(x[r, j] W_e^T + b_e), p_j = y_j * weights[r, j]
-//   s = round(p_0 + p_1 + ...) in fp32, slot by slot; with round_products each p_j is rounded
-//   before; with round_sums the sum goes by ascending e and is rounded after each addition out =
-//   round(round(round(s * routed_scale) + t) * out_scale), t = shared, or with shared_gate t =
-//   round(round(sigmoid(shared_gate)) * shared); factors of 1 and an absent t are left out. With
-//   fp32_shared the sum with t is taken before s is rounded.
+//   y_j = round(x[r, j] W_e^T + b_e), p_j = y_j * weights[r, j], rounded with round_products
+//   s = round(p_0 + p_1 + ...) in fp32, slot by slot; with round_sums the sum goes by ascending e
+//   and is rounded after each addition out = round(round(round(s * routed_scale) + t) * out_scale),
+//   t = shared, or with shared_gate t = round(round(sigmoid(shared_gate)) * shared); factors of 1
+//   and an absent t are left out.
 struct ExpertProjectionArgs {
   TensorView x;            // [rows, k, F], dense
   TensorView experts;      // i32 [rows, k]
@@ -391,7 +390,6 @@ struct ExpertProjectionArgs {
   std::int32_t transposed = 0;
   std::int32_t round_products = 0;
   std::int32_t round_sums = 0;
-  std::int32_t fp32_shared = 0;
   float routed_scale = 1.0F;
   float out_scale = 1.0F;
 };

@@ -20,29 +20,6 @@ namespace HWY_NAMESPACE {
 
 constexpr std::int64_t kMaxConvWidth = 8;
 
-HWY_INLINE float round_one(float value, DType dtype) {
-  switch (dtype) {
-    case DType::kBF16:
-      return hn::GetLane(rounded<Bf16>(set(value)));
-    case DType::kF16:
-      return hn::GetLane(rounded<F16>(set(value)));
-    default:
-      return value;
-  }
-}
-
-// Element i of a dense vector of dtype or f32.
-HWY_INLINE float number_at(const TensorView& view, std::int64_t i) {
-  switch (view.dtype) {
-    case DType::kBF16:
-      return load_one(view.as<const Bf16>() + i);
-    case DType::kF16:
-      return load_one(view.as<const F16>() + i);
-    default:
-      return view.as<const float>()[i];
-  }
-}
-
 // log(1 + exp(x)) as torch computes it, x itself above 20.
 inline float softplus(float x) { return x > 20.0F ? x : std::log1p(std::exp(x)); }
 

@@ -114,20 +114,19 @@ HWY_INLINE std::int64_t tile_rows(std::int64_t row, std::int64_t rows) {
   return left > 4 ? 8 : left > 2 ? 4 : left;
 }
 
-// [N, K]: for each tile, chunk and half of the chunk, one vector of each row.
-template <typename T>
-void pack_rows(const TensorView& x, float* packed) {
-  const std::int64_t rows = x.shape[0];
-  const std::int64_t k = x.shape[1];
+// [N, K]: for each tile, chunk and half of the chunk, one vector of each row; row_at(r) is row r.
+template <typename T, typename RowAt>
+void pack_rows(std::int64_t rows, std::int64_t k, const RowAt& row_at, float* packed) {
   for (std::int64_t row = 0; row < rows;) {
     const std::int64_t tile = tile_rows(row, rows);
     for (std::int64_t r = 0; r < tile; ++r) {
       float* to = packed + r * kLanes;
-      const T* from = x.as<const T>() + (row + r) * x.stride[0];
+      const bool live = row + r < rows;
+      const T* from = live ? row_at(row + r) : nullptr;
       for (std::int64_t i = 0; i < k; i += kChunk) {
         VF a = zero();
         VF b = zero();
-        if (row + r < rows) {
+        if (live) {
           if (i + kChunk <= k) {
             load_chunk(from + i, a, b);
           } else {
@@ -144,25 +143,38 @@ void pack_rows(const TensorView& x, float* packed) {
   }
 }
 
-// [K, N]: for each tile and k, the value of each row.
 template <typename T>
-void pack_rows_transposed(const TensorView& x, float* packed) {
-  const std::int64_t rows = x.shape[0];
-  const std::int64_t k = x.shape[1];
+void pack_rows(const TensorView& x, float* packed) {
+  pack_rows<T>(
+      x.shape[0], x.shape[1], [&x](std::int64_t r) { return x.as<const T>() + r * x.stride[0]; },
+      packed);
+}
+
+// [K, N]: for each tile and k, the value of each row.
+template <typename T, typename RowAt>
+void pack_rows_transposed(std::int64_t rows, std::int64_t k, const RowAt& row_at, float* packed) {
   for (std::int64_t row = 0; row < rows;) {
     const std::int64_t tile = tile_rows(row, rows);
     for (std::int64_t r = 0; r < tile; ++r) {
-      const T* from = x.as<const T>() + (row + r) * x.stride[0];
+      const bool live = row + r < rows;
+      const T* from = live ? row_at(row + r) : nullptr;
       for (std::int64_t i = 0; i < k; i += kLanes) {
         const std::int64_t n = std::min(kLanes, k - i);
         alignas(64) float values[kLanes];
-        hn::Store(row + r < rows ? load_n(from + i, n) : zero(), DF(), values);
+        hn::Store(live ? load_n(from + i, n) : zero(), DF(), values);
         for (std::int64_t j = 0; j < n; ++j) packed[(i + j) * tile + r] = values[j];
       }
     }
     packed += tile * padded_k(k);
     row += tile;
   }
+}
+
+template <typename T>
+void pack_rows_transposed(const TensorView& x, float* packed) {
+  pack_rows_transposed<T>(
+      x.shape[0], x.shape[1], [&x](std::int64_t r) { return x.as<const T>() + r * x.stride[0]; },
+      packed);
 }
 
 // --- Sums over the lanes of several vectors at once.
@@ -360,10 +372,11 @@ HWY_INLINE void panel_product(std::int64_t tile, const T* w, std::int64_t column
 
 // Calls emit(row, column, count, sums...) for all rows and for columns [range.begin, range.end) of
 // each of the kWeights matrices [N, K]; sums[i] are the fp32 products of `count` columns from
-// `column` on with weight i.
+// `column` on with weight i. `after`, where given, is what the caller reads next: its first lines
+// are requested early.
 template <int kWeights, typename T, typename Emit>
 void matmul(const T* const (&weights)[kWeights], Range range, std::int64_t k, std::int64_t rows,
-            const float* packed, const Emit& emit) {
+            const float* packed, const Emit& emit, const T* after = nullptr) {
   alignas(64) float sums[kWeights][kMaxTileRows * kPanel];
   for (std::int64_t n = range.begin; n < range.end; n += kPanel) {
     const std::int64_t columns = std::min(kPanel, range.end - n);
@@ -372,6 +385,7 @@ void matmul(const T* const (&weights)[kWeights], Range range, std::int64_t k, st
       const std::int64_t tile = tile_rows(row, rows);
       for (int i = 0; i < kWeights; ++i) {
         const T* next = i + 1 < kWeights ? weights[i + 1] + n * k : weights[0] + (n + columns) * k;
+        if (after != nullptr && i + 1 == kWeights && n + columns == range.end) next = after;
         panel_product(tile, weights[i] + n * k, columns, k, next, x, sums[i], row == 0);
       }
       for (std::int64_t r = 0; r < std::min(tile, rows - row); ++r) {

@@ -169,6 +169,29 @@ HWY_INLINE VF rounded<F16>(VF v) {
   return f16_bits_to_f32(f32_to_f16_bits(v));
 }
 
+HWY_INLINE float round_one(float value, DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return hn::GetLane(rounded<Bf16>(set(value)));
+    case DType::kF16:
+      return hn::GetLane(rounded<F16>(set(value)));
+    default:
+      return value;
+  }
+}
+
+// Element i of a dense vector of dtype or f32.
+HWY_INLINE float number_at(const TensorView& view, std::int64_t i) {
+  switch (view.dtype) {
+    case DType::kBF16:
+      return load_one(view.as<const Bf16>() + i);
+    case DType::kF16:
+      return load_one(view.as<const F16>() + i);
+    default:
+      return view.as<const float>()[i];
+  }
+}
+
 // --- Elementary functions: within about 1 ulp of fp32, NaN stays NaN.
 
 namespace detail {

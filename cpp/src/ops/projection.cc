@@ -15,14 +15,23 @@ void check(const ProjectionArgs& args) {
   checker.rows("x", rows);
   for (int i = 0; i < args.count; ++i) {
     ops::Dim outputs{"N"};
+    // An f32 output beside half-precision inputs: its weight may be f32, too.
+    const bool wide = args.out[i].present() && args.out[i].dtype == DType::kF32;
+    const DType weight_dtype = wide && args.weight[i].dtype == DType::kF32 ? DType::kF32 : dtype;
     if (args.transposed != 0) {
-      checker.shape(kWeights[i], args.weight[i], {&inputs, &outputs}, dtype);
+      checker.shape(kWeights[i], args.weight[i], {&inputs, &outputs}, weight_dtype);
     } else {
-      checker.shape(kWeights[i], args.weight[i], {&outputs, &inputs}, dtype);
+      checker.shape(kWeights[i], args.weight[i], {&outputs, &inputs}, weight_dtype);
     }
     checker.dense(kWeights[i], args.weight[i]);
-    checker.optional(kBiases[i], args.bias[i], {&outputs}, dtype);
-    checker.shape(kOuts[i], args.out[i], {&rows, &outputs}, dtype);
+    checker.optional(kBiases[i], args.bias[i], {&outputs}, weight_dtype);
+    checker.shape(kOuts[i], args.out[i], {&rows, &outputs}, wide ? DType::kF32 : dtype);
+    if (wide && dtype != DType::kF32) {
+      if (args.activation != Activation::kNone) {
+        checker.refuse("activation", "is given", "none with an output in f32");
+      }
+      checker.absent("residual", args.residual, "with an output in f32");
+    }
     checker.writable(kOuts[i], args.out[i]);
     checker.distinct(kOuts[i], args.out[i], "x", args.x);
     for (int j = 0; j < i; ++j) {

@@ -314,7 +314,6 @@ void bind_ops(nb::module_& module) {
       .def_rw("transposed", &ExpertProjectionArgs::transposed)
       .def_rw("round_products", &ExpertProjectionArgs::round_products)
       .def_rw("round_sums", &ExpertProjectionArgs::round_sums)
-      .def_rw("fp32_shared", &ExpertProjectionArgs::fp32_shared)
       .def_rw("routed_scale", &ExpertProjectionArgs::routed_scale)
       .def_rw("out_scale", &ExpertProjectionArgs::out_scale);
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from segki import reference, reference_hybrid
+from segki import reference, reference_hybrid, reference_moe
 from segki.detect.context import Context
 from segki.detect.mlp import captured
 from segki.detect.numeric import TOLERANCE, max_error
@@ -59,6 +59,8 @@ class LayerCheck:
                 got = reference.mlp(node.mlp, lookup, x)
             else:
                 got, want = self._mlp_inner(node.mlp), self._input_of(node.mlp.down, y)
+        elif node.moe is not None:
+            got = reference_moe.moe(node.moe, lookup, x)
         elif node.gdn is not None:
             got, want = self._gdn_inner(node.gdn), self._input_of(node.gdn.out, y)
         elif node.attention is not None:

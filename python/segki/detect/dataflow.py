@@ -14,6 +14,7 @@ from segki.detect.context import Context, has_linear, is_container
 from segki.detect.gdn import detect_gdn, is_gdn_shaped
 from segki.detect.guard import is_linear
 from segki.detect.mlp import detect_mlp, has_fused_input, is_mlp_shaped
+from segki.detect.moe import detect_moe, is_moe_shaped
 from segki.detect.norms import detect_norm
 from segki.detect.numeric import Unknown, equal_share, fit, snap
 from segki.detect.trace import Call, find_same
@@ -129,6 +130,12 @@ def _walk(ctx: Context, layer: Call, parent: Call, flow: Flow, window: int | Non
 def _visit(ctx: Context, layer: Call, call: Call, flow: Flow, window: int | None) -> None:
     label = call.name.rpartition(".")[2]
     y = call.y
+    if is_moe_shaped(call.module):
+        src = source(ctx, layer, flow, call.x, f"input of {call.name}")
+        if y is None:
+            raise Unknown(f"{call.name}: gives no hidden state")
+        flow.add(Node(flow.fresh(label), call.name, src, moe=detect_moe(ctx, call)), y)
+        return
     if not has_linear(call.module):
         plan = detect_norm(ctx, call)
         if plan is not None and y is not None and find_same(y, flow.values) is None:

@@ -193,7 +193,7 @@ def _plan_segments(plan: ModelPlan) -> list[Segment]:
     found = []
     for layer in plan.layers:
         for node in layer.nodes:
-            kinds: tuple[Literal["attention", "gdn", "norm"], ...] = ("attention", "gdn", "norm")
+            kinds: tuple[Literal["attention", "gdn", "moe", "norm"], ...] = ("attention", "gdn", "moe", "norm")
             for kind in kinds:
                 part = getattr(node, kind)
                 if part is not None and node.module is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from segki.detect.context import Context, is_container
 from segki.detect.ends import Logits
 from segki.detect.guard import is_linear
+from segki.detect.moe import is_moe_shaped
 from segki.detect.numeric import Unknown, config_numbers
 from segki.detect.trace import FORWARD_ERRORS, Call, recording
 
@@ -140,7 +141,7 @@ def _blocks(model: nn.Module) -> set[str]:
             full = f"{name}.{child_name}"
             if is_linear(child) or next(child.parameters(), None) is None:
                 continue
-            if is_container(child):
+            if is_container(child) and not is_moe_shaped(child):
                 open_modules.append((full, child))
             else:
                 names.add(full)
