@@ -111,7 +111,8 @@ def _add_router(builder: StepBuilder, x: torch.Tensor, plan: RouterPlan, experts
         _add_rounded_logits(builder, x, plan.linear, logits)
     args = _segki.RouterArgs()
     args.logits = view(logits)
-    args.bias = builder.param(plan.bias)
+    if plan.bias is not None:
+        args.bias = view(builder.resolve(plan.bias), (plan.linear.out_features,), (1,))
     args.experts, args.weights = view(experts), view(weights)
     args.score = getattr(_segki.RouterScore, plan.score)
     args.dtype = DTYPES[builder.dtype]

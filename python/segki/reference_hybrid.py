@@ -82,10 +82,10 @@ def gated_delta_core(
     mixed = ACTIVATIONS[plan.conv_activation](convolution(mixed, weight, bias, past))
     keys = plan.key_heads * plan.key_dim
     q, k, v = mixed[..., :keys], mixed[..., keys : 2 * keys], mixed[..., 2 * keys :]
-    q = _normalised(q.unflatten(-1, (plan.key_heads, plan.key_dim)), plan.l2_eps) * plan.query_scale
-    k = _normalised(k.unflatten(-1, (plan.key_heads, plan.key_dim)), plan.l2_eps)
+    q = _normalised(q.reshape(*q.shape[:2], plan.key_heads, plan.key_dim), plan.l2_eps) * plan.query_scale
+    k = _normalised(k.reshape(*k.shape[:2], plan.key_heads, plan.key_dim), plan.l2_eps)
     q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
-    v = v.unflatten(-1, (plan.value_heads, plan.value_dim))
+    v = v.reshape(*v.shape[:2], plan.value_heads, plan.value_dim)
     beta = _numbers(projected, plan.b, plan.key_heads, group).sigmoid()
     if plan.beta_scale != 1.0:
         beta = beta * plan.beta_scale

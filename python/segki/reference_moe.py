@@ -34,7 +34,7 @@ def route(plan: RouterPlan, logits: Tensor, bias: Tensor | None, dtype: torch.dt
         scores = rounded(logits.sigmoid())
     choice = logits if plan.choose_by_logit else scores
     if bias is not None:
-        choice = choice + bias.float()
+        choice = choice + bias.float().reshape(-1)
     if plan.groups > 1:
         choice = _masked(plan, choice)
     chosen = choice.topk(plan.top_k, dim=-1, sorted=plan.sorted)[1]
@@ -50,7 +50,7 @@ def route(plan: RouterPlan, logits: Tensor, bias: Tensor | None, dtype: torch.dt
 
 
 def _masked(plan: RouterPlan, choice: Tensor) -> Tensor:
-    grouped = choice.unflatten(-1, (plan.groups, -1))  # type: ignore[no-untyped-call]
+    grouped = choice.reshape(*choice.shape[:-1], plan.groups, -1)
     most = 1 if plan.group_by_max else min(2, grouped.shape[-1])
     values = grouped.topk(most, dim=-1)[0].sum(-1)
     best = values.topk(plan.group_top_k, dim=-1, sorted=False)[1]
@@ -93,7 +93,9 @@ def combine(plan: MoePlan, outputs: Tensor, chosen: Tensor, weights: Tensor, sha
         total = total * plan.routed_scale
     if shared is not None:
         total = total + shared
-    return total * plan.out_scale if plan.out_scale != 1.0 else total
+    if plan.out_scale != 1.0:
+        total = total * plan.out_scale
+    return total
 
 
 def shared_expert(plan: MoePlan, lookup: Lookup, x: Tensor) -> Tensor | None:
@@ -101,7 +103,9 @@ def shared_expert(plan: MoePlan, lookup: Lookup, x: Tensor) -> Tensor | None:
     if plan.shared is None:
         return None
     value = mlp(plan.shared, lookup, x)
-    return value if plan.shared_gate is None else linear(plan.shared_gate, lookup, x).sigmoid() * value
+    if plan.shared_gate is not None:
+        value = linear(plan.shared_gate, lookup, x).sigmoid() * value
+    return value
 
 
 def moe(plan: MoePlan, lookup: Lookup, x: Tensor) -> Tensor:
@@ -110,7 +114,7 @@ def moe(plan: MoePlan, lookup: Lookup, x: Tensor) -> Tensor:
     bias = None if plan.router.bias is None else lookup(plan.router.bias)
     chosen, weights = route(plan.router, router_logits(plan.router, lookup, flat), bias, x.dtype)
     outputs = flat.new_zeros(*chosen.shape, flat.shape[-1])
-    for index in chosen.unique().tolist():
+    for index in sorted(set(chosen.flatten().tolist())):
         tokens, slots = (chosen == index).nonzero(as_tuple=True)
         outputs[tokens, slots] = expert(plan, lookup, index, flat[tokens])
     return combine(plan, outputs, chosen, weights, shared_expert(plan, lookup, flat)).reshape(x.shape)

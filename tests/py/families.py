@@ -39,25 +39,34 @@ _GDN = "olmo_hybrid qwen3_5_text"
 DENSE_NATIVE = tuple(sorted(f"{_GATED} {_INTERLEAVED} {_LAYER_NORM} {_PLAIN_MLP} {_GDN}".split()))
 """Dense families whose whole step must be native."""
 
-WELCOME = ("gpt2", "gpt_bigcode", "gpt_neo", "hunyuan_v1_dense", "nanochat")
-"""Families that may be native (learned positions); if not, they are declined with a reason."""
+_SOFTMAX_MOE = "flex_olmo granitemoe granitemoeshared mellum mixtral olmoe qwen3_moe"
+_SHARED_MOE = "aria_text lara_mini qwen2_moe qwen3_5_moe_text qwen3_next"
+_SIGMOID_MOE = "afmoe dots1 exaone_moe glm4_moe hy_v3 kolibri1 minimax_m2 solar_open"
+_OTHER_MOE = "cohere2_moe ernie4_5_moe"
+
+MOE_NATIVE = tuple(sorted(f"{_SOFTMAX_MOE} {_SHARED_MOE} {_SIGMOID_MOE} {_OTHER_MOE}".split()))
+"""Families with mixtures of experts whose whole step must be native."""
+
+FLOAT32_NORMS = ("afmoe",)
+"""Families whose norms stay in float32 when the model is in float16; they are declined then."""
+
+WELCOME = ("gpt2", "gpt_bigcode", "gpt_neo", "hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat")
+"""Families that may be native; if not, they are declined with a reason."""
 
 DECLINED = tuple(
     """
-    afmoe apertus apertus1p5_text aria_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet bloom blt codegen cohere2_moe ctrl
-    dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dory dots1 dots3_note_text ernie4_5_moe exaone_moe
-    falcon_h1 falcon_mamba flex_olmo flint gemma3n_text gemma4_text gemma4_unified_text glm4_moe glm4_moe_lite glm_moe_dsa
-    gpt_neox_japanese gpt_oss granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hrm_text
-    hunyuan_v1_moe hy_v3 hy_v4 inkling2_loop_text inkling2_text inkling_text jamba jetmoe kimi_linear kolibri1 laguna lara_mini
-    lfm2 lfm2_moe lfm3 llama4_text longcat_flash mamba mamba2 mellum mimo_v2_flash minicpm3 minimax minimax_m2
-    minimax_m3_vl_text mixtral modernbert-decoder mpt nemotron_h olmoe openai-gpt opt phimoe qwen2_moe
-    qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text recurrent_gemma rwkv solar_open xglm xlstm youtu zamba
+    apertus apertus1p5_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet bloom blt codegen ctrl dbrx deepseek_v2
+    deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dory dots3_note_text falcon_h1 falcon_mamba flint gemma3n_text
+    gemma4_text gemma4_unified_text glm4_moe_lite glm_moe_dsa gpt_neox_japanese gpt_oss granite_swa granitemoe_swa
+    granitemoehybrid hrm_text hy_v4 inkling2_loop_text inkling2_text inkling_text jamba jetmoe kimi_linear laguna lfm2
+    lfm2_moe lfm3 llama4_text longcat_flash mamba mamba2 mimo_v2_flash minicpm3 minimax minimax_m3_vl_text
+    modernbert-decoder mpt nemotron_h openai-gpt opt phimoe qwen4_exp_text recurrent_gemma rwkv xglm xlstm youtu zamba
     zamba2 zaya
     """.split()
 )
 """Families whose results may not change; what is not native says why."""
 
-FAMILIES = tuple(sorted(DENSE_NATIVE + WELCOME + DECLINED))
+FAMILIES = tuple(sorted(DENSE_NATIVE + MOE_NATIVE + WELCOME + DECLINED))
 
 # ------------------------------------------------------------------------------------------------- tiny configurations
 
@@ -447,7 +456,7 @@ _WELCOME_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _duty(family: str) -> Native:
-    if family in DENSE_NATIVE:
+    if family in DENSE_NATIVE or family in MOE_NATIVE:
         return "required"
     return "welcome" if family in WELCOME else "declined"
 

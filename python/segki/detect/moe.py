@@ -1,239 +1,98 @@
-"""Mixture-of-experts blocks: parts from the shapes of the parameters, the router's rule from the block's own values."""
+"""Mixture-of-experts blocks: candidates from the shapes, settled by comparing the reference with the block's own output.
+
+A router's rule shows only where it matters, so the block runs on probes of its own: peaked and distinct logits, corrections that change
+the choice, logits so small or so large that guards of divisions and ties show. The shared expert is silenced meanwhile.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
-from segki import reference, reference_moe
-from segki.detect.context import Context
-from segki.detect.guard import is_linear, segment_problem
-from segki.detect.mlp import detect_mlp, linear_plan
-from segki.detect.numeric import Unknown
-from segki.detect.router import rules
+from segki import reference_moe
+from segki.detect.context import Context, signature
+from segki.detect.guard import segment_problem
+from segki.detect.moe_parts import Parts, find_parts
+from segki.detect.numeric import Unknown, equal_share, fit, snap
+from segki.detect.resolve import renamed
+from segki.detect.router import extremes, rules
 from segki.detect.trace import FORWARD_ERRORS, Call, flat_tensors
-from segki.plan import Activation, ExpertWeights, LinearPlan, MlpPlan, MoePlan, ParamRef, RouterPlan
+from segki.plan import MoePlan, ParamRef, RouterPlan
 
 TOKENS = 32
-PEAK = 2.0  # standard deviation of the router's logits in a probe
-GOOD = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # error of a token over its largest value
-SHARE = 0.9  # of the tokens that must be good
+GOOD = {torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # error of a token over its largest value
+SHARE = 0.9  # of the tokens that must be good: near ties may fall either way
+OWN_SHARE = 0.75  # the same on the few tokens of the model's own pass
+MIN_EQUAL = 0.7  # share of the elements that agree bit for bit once every rounding is known
+SHIFT = 8.0  # logits per unit of the probe's common direction
 
 
-@dataclass
-class Parts:
-    """What a block holds, by role; names are qualified."""
+@dataclass(frozen=True)
+class Setting:
+    """How hard a probe pulls: spread of the logits, what all logits of a token are shifted by (in turn), spread of the corrections."""
 
-    router: LinearPlan
-    bias: ParamRef | None
-    experts: int
-    options: list[tuple[ExpertWeights, ExpertWeights, ExpertWeights]]  # gate, up, down
-    activations: list[Activation]
-    shared: MlpPlan | None
-    shared_gate: LinearPlan | None
+    spread: float
+    shifts: tuple[float, ...]
+    correction: float
+
+
+NORMAL = Setting(2.0, (0.0,), 0.5)
+PEAKED = Setting(30.0, (0.0,), 3.0)  # corrections choose experts of tiny probability
+SHIFTED = Setting(3.0, (-12.0, -20.0, -30.0, -45.0, 10.0, 30.0), 0.5)
 
 
 @dataclass
 class Probe:
-    """One run of the block on rows of one token with a peaked router."""
+    """One run of the block on tokens of their own."""
 
     x: Tensor  # [N, H]
     y: Tensor  # [N, H]
-    overrides: dict[str, Tensor]
+    overrides: dict[str, Tensor]  # by qualified name
 
 
-def expert_holder(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """(local name, module) that holds the experts: two 3-D parameters, or a list of MLPs of one class."""
-    for name, child in module.named_modules():
-        own = [p for p in child.parameters(recurse=False)]
-        if len([p for p in own if p.dim() == 3]) == 2 and all(p.dim() == 3 for p in own):
-            return name, child
-        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(m) for m in child}) == 1:
-            if all(len([m for m in expert.modules() if is_linear(m)]) == 3 for expert in child):
-                return name, child
-    return None
-
-
-def is_moe_shaped(module: nn.Module) -> bool:
-    """Experts, and beside them a matrix with one row an expert."""
-    if isinstance(module, nn.ModuleList):
-        return False
-    found = expert_holder(module)
-    if found is None or found[1] is module:
-        return False
-    count = _count(found[1])
-    inside = {id(p) for p in found[1].parameters()}
-    return any(p.dim() == 2 and p.shape[0] == count for p in module.parameters() if id(p) not in inside)
-
-
-def _count(holder: nn.Module) -> int:
-    return len(holder) if isinstance(holder, nn.ModuleList) else next(holder.parameters(recurse=False)).shape[0]
-
-
-def find_parts(ctx: Context, call: Call) -> Parts:
-    """Give each parameter of a block its role.
-
-    Raises
-    ------
-    Unknown
-        If one is left over.
-    """
-    hidden = call.x.shape[-1] if call.x is not None else 0
-    found = expert_holder(call.module)
-    if found is None or hidden == 0:
-        raise Unknown(f"{call.name}: no experts")
-    local, holder = found
-    name = f"{call.name}.{local}"
-    experts = _count(holder)
-    router: list[LinearPlan] = []
-    shared: list[MlpPlan] = []
-    shared_gate: list[LinearPlan] = []
-    biases: list[ParamRef] = []
-    for inner, module in _outside(call, holder):
-        if is_linear(module):
-            plan = linear_plan(inner, module)
-            (router if plan.out_features == experts else shared_gate).append(plan)
-            if plan.out_features not in (experts, 1) or plan.in_features != hidden:
-                raise Unknown(f"{inner}: a linear layer of {plan.in_features} to {plan.out_features} inside of experts is not known")
-            continue
-        seen = ctx.trace.only(inner)
-        mlp = ctx.mlp(seen, detect_mlp) if seen is not None and any(is_linear(m) for m in module.modules()) else None
-        if isinstance(mlp, MlpPlan):
-            shared.append(mlp)
-            continue
-        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None:
-                continue
-            ref = ParamRef(f"{inner}.{own}")
-            if tensor.shape == (experts, hidden):
-                router.append(LinearPlan(ref, experts, hidden))
-            elif tensor.numel() == experts and tensor.dim() == 1:
-                biases.append(ref)
-            elif isinstance(tensor, nn.Parameter):
-                raise Unknown(f"{ref.name}: a parameter of shape {list(tensor.shape)} inside of experts is not known")
-    if len(router) != 1 or len(shared) > 1 or len(shared_gate) > 1 or len(biases) > 1:
-        raise Unknown(
-            f"{call.name}: {len(router)} routers, {len(biases)} corrections, {len(shared)} shared experts and {len(shared_gate)} gates"
-        )
-    return Parts(
-        router[0],
-        biases[0] if biases else None,
-        experts,
-        _weight_options(name, holder, hidden),
-        _activations(holder),
-        shared[0] if shared else None,
-        shared_gate[0] if shared_gate else None,
-    )
-
-
-def _outside(call: Call, holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of the block beside the experts, MLPs as a whole."""
-    stack = [(call.name, call.module)]
-    while stack:
-        name, module = stack.pop()
-        yield name, module
-        if is_linear(module) or (module is not call.module and any(is_linear(m) for m in module.children())):
-            continue  # an MLP
-        stack += [(f"{name}.{n}", child) for n, child in module.named_children() if child is not holder]
-
-
-def _weight_options(name: str, holder: nn.Module, hidden: int) -> list[tuple[ExpertWeights, ExpertWeights, ExpertWeights]]:
-    """(gate, up, down) that the shapes allow, the usual order first."""
-    found = []
-    if isinstance(holder, nn.ModuleList):
-        locals_ = [n for n, m in holder[0].named_modules() if is_linear(m)]
-        sizes = {n: tuple(holder[0].get_submodule(n).weight.shape) for n in locals_}  # type: ignore[union-attr]
-        if any(m.bias is not None for m in holder.modules() if isinstance(m, nn.Linear)):
-            raise Unknown(f"{name}: experts with biases are not known")
-        for gate, up, down in sorted(itertools.permutations(locals_), key=lambda o: ("gate" not in o[0], "up" not in o[1])):
-            width = sizes[gate][0]
-            if sizes[gate] == sizes[up] == (width, hidden) and sizes[down] == (hidden, width):
-                found.append(
-                    tuple(
-                        ExpertWeights(*sizes[n], each=tuple(ParamRef(f"{name}.{e}.{n}.weight") for e in range(len(holder))))
-                        for n in (gate, up, down)
-                    )
-                )
-        return found  # type: ignore[return-value]
-    parameters = dict(holder.named_parameters(recurse=False))
-    for (first, wide), (second, narrow) in itertools.permutations(parameters.items()):
-        for transposed in (False, True):
-            ins, outs = (wide.shape[1], wide.shape[2]) if transposed else (wide.shape[2], wide.shape[1])
-            width = outs // 2
-            expected = (width, hidden) if transposed else (hidden, width)
-            if ins != hidden or outs != 2 * width or tuple(narrow.shape[1:]) != expected:
-                continue
-            fused, down = ParamRef(f"{name}.{first}"), ParamRef(f"{name}.{second}")
-            halves = [ExpertWeights(width, hidden, fused, at, transposed) for at in (0, width)]
-            last = ExpertWeights(hidden, width, down, 0, transposed)
-            found += [(halves[0], halves[1], last), (halves[1], halves[0], last)]
+def moe_plan(ctx: Context, call: Call) -> MoePlan | str:
+    """The plan of a mixture of experts, or why it is not known; probed once for each signature, checked on each block's own values."""
+    if call.name in ctx.moes:
+        return ctx.moes[call.name]
+    key = signature(call.module)
+    found: MoePlan | str | None = None
+    if key in ctx.moe_kinds:
+        origin, kind = ctx.moe_kinds[key]
+        found = renamed(kind, f"{origin}.", f"{call.name}.") if isinstance(kind, MoePlan) else kind.replace(origin, call.name)
+        if isinstance(found, MoePlan) and (_reason(call) or not agrees(ctx, call, found)):
+            found = None
+    if found is None:
+        try:
+            found = detect_moe(ctx, call)
+        except Unknown as error:
+            found = str(error)
+        ctx.moe_kinds.setdefault(key, (call.name, found))
+    ctx.moes[call.name] = found
     return found
 
 
-def _activations(holder: nn.Module) -> list[Activation]:
-    """Activations that a callable of the experts computes, else all."""
-    grid = torch.linspace(-6.0, 6.0, 121)
-    found: list[Activation] = []
-    for module in [holder, *itertools.islice(holder.modules(), 1, 8)]:
-        for value in [*vars(module).values(), *module._modules.values()]:
-            if not callable(value) or isinstance(value, (nn.Linear, nn.ModuleList, type)):
-                continue
-            try:
-                got = value(grid)
-            except FORWARD_ERRORS:
-                continue
-            if isinstance(got, Tensor) and got.shape == grid.shape:
-                found += [n for n, f in reference.ACTIVATIONS.items() if torch.allclose(got, f(grid), atol=1e-6)]
-    return list(dict.fromkeys(found)) or list(reference.ACTIVATIONS)
+def _reason(call: Call) -> str | None:
+    return segment_problem(call.name, call.module, mixed=True)
 
 
-def run_probe(ctx: Context, call: Call, parts: Parts) -> Probe:
-    """Run the block with a random peaked router and a correction that matters; the experts' weights are the model's own."""
-    hidden = parts.router.in_features
-    x = ctx.randn(TOKENS, 1, hidden).to(ctx.dtype)
-    own = dict(call.module.named_parameters()) | dict(call.module.named_buffers())
-    prefix = f"{call.name}."
-    changed = {}
-    for ref, gain in ((parts.router.weight, PEAK * hidden**-0.5), (parts.router.bias, 0.5), (parts.bias, 0.3)):
-        if ref is not None:
-            local = ref.name.removeprefix(prefix)
-            changed[local] = (ctx.randn(*own[local].shape) * gain).to(own[local].dtype)
-    args, kwargs = call.with_input(x)
-    y = next(flat_tensors(functional_call(call.module, changed, args, kwargs)))
-    return Probe(x[:, 0], y.reshape(TOKENS, hidden), {f"{prefix}{n}": v for n, v in changed.items()})
+def agrees(ctx: Context, call: Call, plan: MoePlan) -> bool:
+    """Whether a plan gives what the block gave in the model's own pass."""
+    if call.x is None or call.own_y is None:
+        return False
+    got = reference_moe.moe(plan, ctx.lookup(), call.x)
+    errors = token_errors(got.flatten(0, -2), call.own_y.reshape(got.shape).flatten(0, -2))
+    return bool((errors < GOOD[ctx.dtype]).float().mean() >= OWN_SHARE)
 
 
-class Trial:
-    """Tries router rules on a probe; every expert has been computed for every token once."""
-
-    def __init__(self, ctx: Context, plan: MoePlan, probe: Probe) -> None:
-        self.lookup = ctx.lookup(probe.overrides)
-        self.probe = probe
-        self.dtype = ctx.dtype
-        self.outputs = torch.stack([reference_moe.expert(plan, self.lookup, e, probe.x) for e in range(plan.experts)], 1)
-        self.shared = reference_moe.shared_expert(plan, self.lookup, probe.x)
-        self.bias = None if plan.router.bias is None else self.lookup(plan.router.bias)
-        self.logits = {
-            wide: reference_moe.router_logits(replace(plan.router, fp32_logits=wide), self.lookup, probe.x) for wide in (False, True)
-        }
-
-    def errors(self, plan: MoePlan) -> Tensor:
-        """`[N]`: error of each token over its largest value."""
-        chosen, weights = reference_moe.route(plan.router, self.logits[plan.router.fp32_logits], self.bias, self.dtype)
-        picked = self.outputs.gather(1, chosen[..., None].expand(-1, -1, self.outputs.shape[-1]))
-        got = reference_moe.combine(plan, picked, chosen, weights, self.shared).float()
-        want = self.probe.y.float()
-        return (got - want).abs().amax(-1) / want.abs().amax(-1).clamp(min=1e-20)
-
-    def share(self, plan: MoePlan) -> float:
-        """Share of the tokens that agree."""
-        return float((self.errors(plan) < GOOD[self.dtype]).float().mean())
+def token_errors(got: Tensor, want: Tensor) -> Tensor:
+    """Largest difference of each token over its largest wanted value, `[N, H]` -> `[N]`; not finite where a value is not."""
+    got, want = got.float(), want.float()
+    return (got - want).abs().amax(-1) / want.abs().amax(-1).clamp(min=1e-30)
 
 
 def detect_moe(ctx: Context, call: Call) -> MoePlan:
@@ -244,54 +103,227 @@ def detect_moe(ctx: Context, call: Call) -> MoePlan:
     Unknown
         If no candidate gives the block's output.
     """
-    problem = segment_problem(call.name, call.module, mixed=True)
+    problem = _reason(call)
     if problem is not None:
         raise Unknown(problem)
     parts = find_parts(ctx, call)
     try:
-        probe = run_probe(ctx, call, parts)
-        plan, trial = _search(ctx, call, parts, probe)
+        plan, factor = _search(ctx, call, parts)
+        plan = _extremes(ctx, call, parts, plan, factor)
+        plan = _rounding(ctx, call, parts, list(_scaled(ctx, call, parts, plan, factor)))
     except FORWARD_ERRORS as error:
         raise Unknown(f"{call.name}: probing failed: {type(error).__name__}: {error}") from error
-    return _rounding(ctx, call, plan, trial)
+    if not agrees(ctx, call, plan):
+        raise Unknown(f"{call.name}: the plan agrees with the block on random inputs, not in the model's own pass")
+    return plan
 
 
-def _search(ctx: Context, call: Call, parts: Parts, probe: Probe) -> tuple[MoePlan, Trial]:
+def run_probe(ctx: Context, call: Call, parts: Parts, setting: Setting, *, silent: bool, single: bool = False) -> Probe:
+    """Run the block with a random router, its other parameters being the model's own where they are not constant.
+
+    Parameters
+    ----------
+    silent
+        Set the shared expert's output to zero.
+    single
+        One call a token, as in a decode step of one row: an implementation may be chosen by the number of tokens.
+    """
+    linear = parts.routers[0][0]
+    hidden, prefix = linear.in_features, f"{call.name}."
+    own = {**dict(call.module.named_parameters()), **dict(call.module.named_buffers())}
+    common = ctx.randn(hidden)
+    common = common / common.norm()
+    x = ctx.randn(TOKENS, hidden)
+    shifts = torch.tensor([setting.shifts[i % len(setting.shifts)] for i in range(TOKENS)], device=x.device)
+    x = (x - (x @ common)[:, None] * common + (shifts / SHIFT)[:, None] * common).to(ctx.dtype)
+    changed: dict[str, Tensor] = {}
+
+    def change(ref: ParamRef | None, value: Tensor) -> None:
+        if ref is not None:
+            local = ref.name.removeprefix(prefix)
+            changed[local] = value.reshape(own[local].shape).to(own[local].dtype)
+
+    change(linear.weight, ctx.randn(parts.experts, hidden) * (setting.spread * hidden**-0.5) + SHIFT * common)
+    change(linear.bias, ctx.randn(parts.experts) * 0.5)
+    for ref in parts.vectors:
+        change(ref, ctx.randn(parts.experts) * setting.correction)
+    for ref in parts.others:
+        local = ref.name.removeprefix(prefix)
+        change(ref, own[local] + ctx.randn(*own[local].shape))
+    if parts.shared_gate is not None:
+        change(parts.shared_gate.weight, ctx.randn(1, hidden) * (setting.spread * hidden**-0.5))
+    if parts.shared is not None and silent:
+        for last in (parts.shared.down.weight, parts.shared.down.bias):
+            if last is not None:
+                change(last, torch.zeros_like(own[last.name.removeprefix(prefix)]))
+    for local, tensor in own.items():
+        if local not in changed and tensor.dim() >= 2 and tensor.is_floating_point() and bool(tensor.min() == tensor.max()):
+            change(ParamRef(prefix + local), ctx.randn(*tensor.shape) * tensor.shape[-1] ** -0.5)
+    if parts.shared is not None and not silent:
+        _balance(parts, own, changed, prefix)
+    rows = [x[i : i + 1] for i in range(TOKENS)] if single else [x]
+    outputs = []
+    for part in rows:
+        given = part[:, None] if call.x is not None and call.x.dim() == 3 else part
+        args, kwargs = call.with_input(given)
+        outputs.append(next(flat_tensors(functional_call(call.module, changed, args, kwargs))).reshape(part.shape))
+    return Probe(x, torch.cat(outputs), {prefix + local: value for local, value in changed.items()})
+
+
+def _balance(parts: Parts, own: dict[str, Tensor], changed: dict[str, Tensor], prefix: str) -> None:
+    """Scale the shared expert by a power of two where the routed sum would drown in it, or it in the routed sum."""
+    assert parts.shared is not None
+
+    def size(name: str) -> float:
+        local = name.removeprefix(prefix)
+        return float(changed.get(local, own[local]).float().square().mean().sqrt())
+
+    _, _, down = parts.layouts[0]
+    routed = down.fused if down.fused is not None else down.each[0]
+    ratio = torch.tensor(size(routed.name) / max(size(parts.shared.down.weight.name), 1e-20)).log2().round()
+    if abs(float(ratio)) >= 3:
+        local = parts.shared.down.weight.name.removeprefix(prefix)
+        changed[local] = changed.get(local, own[local]) * float(2.0**ratio)
+
+
+class Trial:
+    """Tries plans on a probe; an expert is computed once, for every token, when a plan first chooses it."""
+
+    def __init__(self, ctx: Context, base: MoePlan, probe: Probe, *, single: bool = False) -> None:
+        self.lookup = ctx.lookup(probe.overrides)
+        self.base, self.probe, self.dtype = base, probe, ctx.dtype
+        rows = [probe.x[i : i + 1] for i in range(TOKENS)] if single else [probe.x]
+        self._rows = rows
+        self._outputs: dict[int, Tensor] = {}
+        self._logits: dict[RouterPlan, Tensor] = {}
+        shared = [reference_moe.shared_expert(base, self.lookup, row) for row in rows]
+        self.shared = None if base.shared is None else torch.cat([value for value in shared if value is not None])
+
+    def _logits_of(self, plan: RouterPlan) -> Tensor:
+        key = RouterPlan(plan.linear, 1, "softmax", plan.fp32_logits)
+        if key not in self._logits:
+            self._logits[key] = torch.cat([reference_moe.router_logits(plan, self.lookup, row) for row in self._rows])
+        return self._logits[key]
+
+    def routed(self, plan: MoePlan) -> Tensor:
+        """The plan's output without the shared expert, `[N, H]`."""
+        return self.output(replace(plan, shared=None, shared_gate=None, out_scale=1.0))
+
+    def output(self, plan: MoePlan) -> Tensor:
+        """The plan's output, `[N, H]`."""
+        router = plan.router
+        bias = None if router.bias is None else self.lookup(router.bias)
+        chosen, weights = reference_moe.route(router, self._logits_of(router), bias, self.dtype)
+        picked = self.probe.x.new_empty(*chosen.shape, self.probe.x.shape[-1])
+        for index in chosen.unique().tolist():
+            if index not in self._outputs:
+                parts = [reference_moe.expert(self.base, self.lookup, index, row) for row in self._rows]
+                self._outputs[index] = torch.cat(parts)
+            tokens, slots = (chosen == index).nonzero(as_tuple=True)
+            picked[tokens, slots] = self._outputs[index][tokens]
+        return reference_moe.combine(plan, picked, chosen, weights, None if plan.shared is None else self.shared)
+
+    def share(self, got: Tensor) -> float:
+        """Share of the tokens that agree."""
+        return float((token_errors(got, self.probe.y) < GOOD[self.dtype]).float().mean())
+
+
+def _widths(ctx: Context, plan: RouterPlan) -> tuple[bool, ...]:
+    """Values of `fp32_logits` to try."""
+    if ctx.dtype == torch.float32:
+        return (False,)
+    return (False, True) if ctx.lookup()(plan.linear.weight).dtype == ctx.dtype else (True,)
+
+
+def _search(ctx: Context, call: Call, parts: Parts) -> tuple[MoePlan, float]:
+    """The first candidate that gives the routed sum up to a factor, and the factor."""
+    probe = run_probe(ctx, call, parts, NORMAL, silent=True)
     numbers = ctx.numbers(*call.module.modules())
     best = 0.0
-    for (gate, up, down), activation in itertools.product(parts.options, parts.activations):
-        router = RouterPlan(parts.router, 1, "softmax", bias=parts.bias)
-        base = MoePlan(router, parts.experts, gate, up, down, activation, parts.shared, parts.shared_gate)
-        trial = Trial(ctx, base, probe)
-        for rule, scales in itertools.product(rules(router, parts.experts, numbers), _scales(numbers, parts)):
-            routed, out = scales
-            plan = replace(base, router=rule, routed_scale=routed, out_scale=out)
-            share = max(trial.share(replace(plan, router=replace(rule, fp32_logits=wide))) for wide in (False, True))
-            best = max(best, share)
-            if share >= SHARE:
-                return plan, trial
-    raise Unknown(f"{call.name}: no known router and experts give its output (nearest agrees on {best:.0%} of the tokens)")
+    for (gate, up, down), activation in itertools.product(parts.layouts, parts.activations):
+        base = RouterPlan(parts.routers[0][0], 1, "softmax")
+        trial = Trial(ctx, MoePlan(base, parts.experts, gate, up, down, activation, parts.shared, parts.shared_gate), probe)
+        for linear, correction in parts.routers:
+            for rule in rules(RouterPlan(linear, 1, "softmax", bias=correction), parts.experts, numbers):
+                for wide in _widths(ctx, rule):
+                    plan = replace(trial.base, router=replace(rule, fp32_logits=wide))
+                    got = trial.routed(plan).float()
+                    factors = (got * probe.y.float()).sum(-1) / got.square().sum(-1).clamp(min=1e-30)
+                    factor = float(factors.median())
+                    share = trial.share(got * factor) if factor > 0 else 0.0
+                    best = max(best, share)
+                    if share >= SHARE:
+                        return plan, factor
+    raise Unknown(f"{call.name}: no known router and experts give its output (the nearest agrees on {best:.0%} of the tokens)")
 
 
-def _scales(numbers: list[tuple[str, float]], parts: Parts) -> list[tuple[float, float]]:
-    """(factor of the routed sum, factor of the whole) to try."""
-    factors = [v for n, v in numbers if ("scal" in n or "factor" in n or "mult" in n) and v not in (0.0, 1.0)]
-    found = [(1.0, 1.0), *((v, 1.0) for v in dict.fromkeys(factors))]
-    return found + [(1.0, 0.5)] if parts.shared is not None else found
+def _extremes(ctx: Context, call: Call, parts: Parts, plan: MoePlan, factor: float) -> MoePlan:
+    """What shows only at extreme logits: guards of the normalisation, and whether scores or logits are compared."""
+    numbers = ctx.numbers(*call.module.modules())
+    probes = [run_probe(ctx, call, parts, setting, silent=True) for setting in (PEAKED, SHIFTED)]
+    trials = [Trial(ctx, plan, probe) for probe in probes]
+    best: tuple[float, MoePlan] = (-1.0, plan)
+    for rule in extremes(plan.router, numbers, ctx.dtype != torch.float32):
+        for wide in _widths(ctx, rule):
+            option = replace(plan, router=replace(rule, fp32_logits=wide))
+            share = min(trial.share(trial.routed(option).float() * factor) for trial in trials)
+            if share > best[0]:
+                best = (share, option)
+    if best[0] < SHARE:
+        raise Unknown(f"{call.name}: with extreme logits no known router agrees (the nearest on {best[0]:.0%} of the tokens)")
+    return best[1]
 
 
-def _rounding(ctx: Context, call: Call, plan: MoePlan, trial: Trial) -> MoePlan:
-    """Where a half-precision block rounds: the options that agree with its values best; in fp32 there is nothing to choose."""
-    widths = (False, True)
+def _scaled(ctx: Context, call: Call, parts: Parts, plan: MoePlan, factor: float) -> Iterator[MoePlan]:
+    """The plan with each known number that its factors may stand for: of the weights, of the routed sum, of the whole."""
+    numbers = ctx.numbers(*call.module.modules())
+    outs = [1.0]
+    if parts.shared is not None:
+        trial_probe = run_probe(ctx, call, parts, NORMAL, silent=False)
+        trial = Trial(ctx, plan, trial_probe)
+        assert trial.shared is not None
+        coefficients, rest = fit(trial_probe.y, [trial.routed(plan), trial.shared])
+        if rest > GOOD[ctx.dtype] or abs(coefficients[0] / factor - 1) > GOOD[ctx.dtype]:
+            raise Unknown(f"{call.name}: its output is no sum of the routed and the shared experts (it differs by {rest:.1e})")
+        outs = snap(coefficients[1], [*numbers, ("half", 0.5)], ctx.dtype, noise=rest)
+    options = [
+        (scale, out) for out in outs for scale in snap(factor / out, numbers, ctx.dtype, noise=GOOD[ctx.dtype] / 10)
+    ]
+    if not options:
+        raise Unknown(f"{call.name}: no known number gives the factor {factor:.4g} of its routed sum")
+    for scale, out in options:
+        yield replace(plan, router=replace(plan.router, scale=scale), out_scale=out)
+        if scale != 1.0:
+            yield replace(plan, routed_scale=scale, out_scale=out)
+
+
+def _rounding(ctx: Context, call: Call, parts: Parts, plans: list[MoePlan]) -> MoePlan:
+    """The plan that agrees most often bit for bit on single tokens, every place of rounding being tried in half precision.
+
+    What the experts' implementation does with one token is what counts: that is a decode step of one row, and rows of a larger batch
+    must equal it.
+    """
+    trial = Trial(ctx, plans[0], run_probe(ctx, call, parts, NORMAL, silent=False, single=True), single=True)
     if ctx.dtype == torch.float32:
-        return replace(plan, router=replace(plan.router, fp32_logits=False))
-    options: list[MoePlan] = []
-    flags: Any = itertools.product(widths, (True, False), (False, True), (True, False), (False, True))
-    for wide, weights, scores, products, sums in flags:
-        router = replace(plan.router, fp32_logits=wide, round_weights=weights, round_scores=scores)
-        options.append(replace(plan, router=router, round_products=products, round_sums=sums))
-        if plan.router.scale != 1.0:  # the same factor after the sum
-            later = replace(router, scale=1.0)
-            options.append(replace(options[-1], router=later, routed_scale=plan.router.scale))
-    errors = [trial.errors(option).clamp(max=1.0) for option in options]
-    return min(zip(options, errors, strict=True), key=lambda pair: float(pair[1].mean()))[0]
+        shares = [trial.share(trial.output(plan)) for plan in plans]
+        best = max(range(len(plans)), key=lambda i: shares[i])
+        if shares[best] < SHARE:
+            raise Unknown(f"{call.name}: no known factors give its output (the nearest agrees on {shares[best]:.0%} of the tokens)")
+        return plans[best]
+    options = [option for plan in plans for option in _roundings(ctx, plan)]
+    shares = [equal_share(trial.output(option), trial.probe.y) for option in options]
+    best = max(range(len(options)), key=lambda i: shares[i])
+    if shares[best] < MIN_EQUAL:
+        raise Unknown(f"{call.name}: no known rounding gives its output (the nearest agrees on {shares[best]:.0%} of the elements)")
+    return options[best]
+
+
+def _roundings(ctx: Context, plan: MoePlan) -> Iterator[MoePlan]:
+    flags = (False, True)
+    routers = [plan.router]
+    if plan.router.score == "softmax" and plan.router.normalise and plan.router.bias is None and plan.router.sum_eps == plan.router.sum_min:
+        routers.append(replace(plan.router, score="softmax_chosen", normalise=False))  # the same but for rounding
+    for router, wide, weights, scores in itertools.product(routers, _widths(ctx, plan.router), flags, flags):
+        for products, sums in itertools.product(flags, flags):
+            changed = replace(router, fp32_logits=wide, round_weights=weights, round_scores=scores)
+            yield replace(plan, router=changed, round_products=products, round_sums=sums)

@@ -11,10 +11,14 @@ from segki.plan import RouterPlan
 
 Score = Literal["softmax", "softmax_chosen", "sigmoid"]
 SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "softmax_chosen")
+EPSILONS = (1e-20, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5)
+MAX_UNNAMED = 16  # chosen experts to try when no number says how many
+
+Numbers = list[tuple[str, float]]
 
 
-def rules(base: RouterPlan, experts: int, numbers: list[tuple[str, float]]) -> Iterator[RouterPlan]:
-    """Every rule to try for a router of `experts` experts.
+def rules(base: RouterPlan, experts: int, numbers: Numbers) -> Iterator[RouterPlan]:
+    """Every rule to try for a router of `experts` experts, without what only shows at extreme logits (see `extremes`).
 
     Parameters
     ----------
@@ -23,24 +27,20 @@ def rules(base: RouterPlan, experts: int, numbers: list[tuple[str, float]]) -> I
     numbers
         (name, value) of attributes and configuration.
     """
-    factors = [v for n, v in numbers if ("scal" in n or "factor" in n) and v not in (0.0, 1.0)]
-    scales = [1.0, *dict.fromkeys(factors)]
-    logits = (False, True) if base.bias is not None else (False,)
+    by_logit = (False, True) if base.bias is not None else (False,)
     for top_k, grouping in itertools.product(top_ks(experts, numbers), groupings(experts, numbers)):
-        for score, normalise, by_logit, scale in itertools.product(SCORES, (False, True), logits, scales):
-            if score == "softmax_chosen" and (normalise or by_logit):
-                continue
-            groups, group_top_k, by_max, zero = grouping
-            if groups > 1 and experts // groups * group_top_k < top_k:
+        groups, group_top_k, by_max, zero = grouping
+        if experts // groups * group_top_k < top_k:
+            continue
+        for score, normalise, logit in itertools.product(SCORES, (False, True), by_logit):
+            if score == "softmax_chosen" and (normalise or logit):
                 continue
             yield replace(
                 base,
                 top_k=top_k,
                 score=score,
                 normalise=normalise,
-                sum_eps=1e-20 if normalise and score == "sigmoid" else 0.0,
-                choose_by_logit=by_logit,
-                scale=scale,
+                choose_by_logit=logit,
                 groups=groups,
                 group_top_k=group_top_k,
                 group_by_max=by_max,
@@ -48,20 +48,40 @@ def rules(base: RouterPlan, experts: int, numbers: list[tuple[str, float]]) -> I
             )
 
 
-def top_ks(experts: int, numbers: list[tuple[str, float]]) -> list[int]:
-    """Numbers of chosen experts to try: those that names hint at first."""
+def top_ks(experts: int, numbers: Numbers) -> list[int]:
+    """Numbers of chosen experts to try: those that names hint at first, then every small one."""
     whole = [(n, int(v)) for n, v in numbers if v == int(v) and 1 <= v <= experts]
     named = [v for n, v in whole if "top" in n or "per_tok" in n]
-    return list(dict.fromkeys([*named, *(v for n, v in whole if "expert" in n)]))
+    return list(dict.fromkeys([*named, *(v for n, v in whole if "expert" in n), *range(1, min(experts, MAX_UNNAMED) + 1)]))
 
 
-def groupings(experts: int, numbers: list[tuple[str, float]]) -> list[tuple[int, int, bool, bool]]:
+def groupings(experts: int, numbers: Numbers) -> list[tuple[int, int, bool, bool]]:
     """(groups, groups that stay, value of a group by its maximum, masked experts count as zero) to try."""
     whole = [(n, int(v)) for n, v in numbers if v == int(v) and v >= 1 and "group" in n]
     counts = dict.fromkeys(v for _, v in whole if v > 1 and experts % v == 0)
     kept = dict.fromkeys(v for _, v in whole)
-    found = [(1, 1, False, False)]
-    for groups, keep, by_max, zero in itertools.product(counts, kept, (False, True), (False, True)):
-        if keep < groups:
-            found.append((groups, keep, by_max, zero))
-    return found[1:] + found[:1] if len(found) > 1 else found
+    found = [
+        (groups, keep, by_max, zero)
+        for groups, keep, by_max, zero in itertools.product(counts, kept, (False, True), (False, True))
+        if keep < groups
+    ]
+    return [*found, (1, 1, False, False)]
+
+
+def extremes(rule: RouterPlan, numbers: Numbers, half: bool) -> Iterator[RouterPlan]:
+    """Variants of a rule that differ only where probabilities are tiny or saturated: the guard of a division and ties.
+
+    Parameters
+    ----------
+    half
+        Whether the model is in half precision, where rounded scores tie sooner.
+    """
+    small = [v for n, v in numbers if 0 < v <= 1e-2 and ("eps" in n or "min" in n)]
+    guards = [(0.0, 0.0)]
+    if rule.normalise:
+        sizes = dict.fromkeys([*EPSILONS, *small])
+        guards += [(eps, 0.0) for eps in sizes] + [(0.0, least) for least in sizes]
+    # without a correction, choosing by the score or by the logit differs only where scores tie
+    by_logit = (rule.choose_by_logit,) if rule.bias is not None or rule.score != "sigmoid" else (False, True)
+    for rounded, logit, (eps, least) in itertools.product((False, True) if half else (False,), by_logit, guards):
+        yield replace(rule, round_scores=rounded, choose_by_logit=logit, sum_eps=eps, sum_min=least)
