@@ -14,7 +14,8 @@ from segki.detect.context import Context, has_linear, is_container
 from segki.detect.gdn import detect_gdn, is_gdn_shaped
 from segki.detect.guard import is_linear
 from segki.detect.mlp import detect_mlp, has_fused_input, is_mlp_shaped
-from segki.detect.moe import detect_moe, is_moe_shaped
+from segki.detect.moe import moe_plan
+from segki.detect.moe_parts import is_moe_shaped
 from segki.detect.norms import detect_norm
 from segki.detect.numeric import Unknown, equal_share, fit, snap
 from segki.detect.trace import Call, find_same
@@ -134,7 +135,10 @@ def _visit(ctx: Context, layer: Call, call: Call, flow: Flow, window: int | None
         src = source(ctx, layer, flow, call.x, f"input of {call.name}")
         if y is None:
             raise Unknown(f"{call.name}: gives no hidden state")
-        flow.add(Node(flow.fresh(label), call.name, src, moe=detect_moe(ctx, call)), y)
+        moe = moe_plan(ctx, call)
+        if isinstance(moe, str):
+            raise Unknown(moe)
+        flow.add(Node(flow.fresh(label), call.name, src, moe=moe), y)
         return
     if not has_linear(call.module):
         plan = detect_norm(ctx, call)

@@ -14,13 +14,15 @@ from segki.detect.dataflow import detect_layer
 from segki.detect.ends import detect_embedding, detect_final, detect_head
 from segki.detect.guard import hooked, segment_problem
 from segki.detect.mlp import detect_mlp, has_fused_input, is_mlp_shaped
+from segki.detect.moe import moe_plan
+from segki.detect.moe_parts import is_moe_shaped
 from segki.detect.numeric import Unknown
-from segki.detect.resolve import resolve
+from segki.detect.resolve import renamed, resolve
 from segki.detect.ropes import rope_source
 from segki.detect.run import Run, layer_calls, preserved, run_once
 from segki.detect.trace import Call
 from segki.detect.windows import layer_windows
-from segki.plan import Detection, LayerPlan, MlpPlan, ModelPlan, ParamRef, Segment
+from segki.plan import Detection, LayerPlan, MlpPlan, ModelPlan, MoePlan, ParamRef, Segment
 
 
 @torch.no_grad()
@@ -104,7 +106,7 @@ def _layers(ctx: Context, calls: list[Call], windows: list[int | None]) -> list[
         key = (signature(call.module), window, sources)
         plan = known.get(key)
         if plan is not None:
-            plan = _renamed(plan, f"{plan.module}.", f"{call.name}.", call.name)
+            plan = renamed(plan, f"{plan.module}.", f"{call.name}.", call.name)
             if check.problem(call, plan, whole=False) is not None:
                 plan = None
         if plan is None:
@@ -115,20 +117,6 @@ def _layers(ctx: Context, calls: list[Call], windows: list[int | None]) -> list[
             known.setdefault(key, plan)
         plans.append(plan)
     return plans
-
-
-def _renamed(value: Any, old: str, new: str, module: str | None = None) -> Any:
-    """A plan with the layer prefix of every name replaced."""
-    if isinstance(value, str):
-        return new + value[len(old) :] if value.startswith(old) else value
-    if isinstance(value, tuple):
-        return tuple(_renamed(item, old, new) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: _renamed(getattr(value, f.name), old, new) for f in dataclasses.fields(value)}
-        if module is not None:
-            changed["module"] = module
-        return dataclasses.replace(value, **changed)
-    return value
 
 
 def _refs(value: Any) -> set[str]:
@@ -158,7 +146,7 @@ def _check_dtypes(ctx: Context, plan: ModelPlan) -> None:
                 free |= _refs((node.gdn.a_log, node.gdn.dt_bias))
             if node.moe is not None:
                 router = node.moe.router
-                free |= _refs(router.bias) | (_refs(router.linear.weight) if router.fp32_logits else set())
+                free |= _refs(router.bias) | (_refs(router.linear) if router.fp32_logits else set())
     for name in _refs(plan):
         tensor = resolve(ctx.model, ParamRef(name))
         if tensor.dtype != ctx.dtype and not (name in free and tensor.dtype == torch.float32):
@@ -171,11 +159,20 @@ def _is_parameter(model: nn.Module, name: str) -> bool:
 
 
 def _segments(ctx: Context) -> tuple[Segment, ...]:
-    """The MLPs of the model: known or not whatever the rest is."""
+    """The MLPs and mixtures of experts of the model: known or not whatever the rest is."""
     found = []
+    moes: list[str] = []
     for name, calls in ctx.trace.by_name.items():
         call = calls[0]
-        if len(calls) != 1 or not is_mlp_shaped(ctx, call):
+        if len(calls) != 1 or any(name.startswith(f"{outer}.") for outer in moes[-1:]):
+            continue  # parts of a mixture are told by its own plan
+        if is_moe_shaped(call.module):
+            moes.append(name)
+            moe = moe_plan(ctx, call)
+            known = isinstance(moe, MoePlan)
+            found.append(Segment(name, "moe", moe if known else None, None if known else moe))
+            continue
+        if not is_mlp_shaped(ctx, call):
             continue
         problem = segment_problem(name, call.module)
         if problem is not None:
@@ -193,7 +190,7 @@ def _plan_segments(plan: ModelPlan) -> list[Segment]:
     found = []
     for layer in plan.layers:
         for node in layer.nodes:
-            kinds: tuple[Literal["attention", "gdn", "moe", "norm"], ...] = ("attention", "gdn", "moe", "norm")
+            kinds: tuple[Literal["attention", "gdn", "norm"], ...] = ("attention", "gdn", "norm")
             for kind in kinds:
                 part = getattr(node, kind)
                 if part is not None and node.module is not None:

@@ -28,7 +28,7 @@ TOKENS = 32
 GOOD = {torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # error of a token over its largest value
 SHARE = 0.9  # of the tokens that must be good: near ties may fall either way
 OWN_SHARE = 0.75  # the same on the few tokens of the model's own pass
-MIN_EQUAL = 0.7  # share of the elements that agree bit for bit once every rounding is known
+MIN_EQUAL = 0.8  # share of the elements that agree bit for bit once every rounding is known
 SHIFT = 8.0  # logits per unit of the probe's common direction
 
 
@@ -44,6 +44,7 @@ class Setting:
 NORMAL = Setting(2.0, (0.0,), 0.5)
 PEAKED = Setting(30.0, (0.0,), 3.0)  # corrections choose experts of tiny probability
 SHIFTED = Setting(3.0, (-12.0, -20.0, -30.0, -45.0, 10.0, 30.0), 0.5)
+TIED = {torch.float16: Setting(0.003, (0.0,), 0.003), torch.bfloat16: Setting(0.02, (0.0,), 0.02)}  # rounded scores are often equal
 
 
 @dataclass
@@ -90,9 +91,10 @@ def agrees(ctx: Context, call: Call, plan: MoePlan) -> bool:
 
 
 def token_errors(got: Tensor, want: Tensor) -> Tensor:
-    """Largest difference of each token over its largest wanted value, `[N, H]` -> `[N]`; not finite where a value is not."""
+    """Largest difference of each token over its largest wanted value (or the least normal one), `[N, H]` -> `[N]`."""
+    least = torch.finfo(want.dtype).tiny
     got, want = got.float(), want.float()
-    return (got - want).abs().amax(-1) / want.abs().amax(-1).clamp(min=1e-30)
+    return (got - want).abs().amax(-1) / want.abs().amax(-1).clamp(min=least)
 
 
 def detect_moe(ctx: Context, call: Call) -> MoePlan:
@@ -298,23 +300,29 @@ def _scaled(ctx: Context, call: Call, parts: Parts, plan: MoePlan, factor: float
 
 
 def _rounding(ctx: Context, call: Call, parts: Parts, plans: list[MoePlan]) -> MoePlan:
-    """The plan that agrees most often bit for bit on single tokens, every place of rounding being tried in half precision.
+    """The plan that agrees best on single tokens, in half precision bit for bit and with every place of rounding tried.
 
-    What the experts' implementation does with one token is what counts: that is a decode step of one row, and rows of a larger batch
-    must equal it.
+    transformers 5 picks the experts' implementation by the configuration (`experts_implementation`) and never by the number of tokens;
+    on other devices than the CPU its `generate` takes batched_mm where grouped_mm is set, which rounds alike. A forward that does
+    choose by the number of tokens is taken as it acts on one, which is what it does in a decode step of one row.
     """
-    trial = Trial(ctx, plans[0], run_probe(ctx, call, parts, NORMAL, silent=False, single=True), single=True)
-    if ctx.dtype == torch.float32:
-        shares = [trial.share(trial.output(plan)) for plan in plans]
-        best = max(range(len(plans)), key=lambda i: shares[i])
-        if shares[best] < SHARE:
-            raise Unknown(f"{call.name}: no known factors give its output (the nearest agrees on {shares[best]:.0%} of the tokens)")
-        return plans[best]
-    options = [option for plan in plans for option in _roundings(ctx, plan)]
-    shares = [equal_share(trial.output(option), trial.probe.y) for option in options]
+    half = ctx.dtype != torch.float32
+    settings = [NORMAL, TIED[ctx.dtype]] if half else [NORMAL]
+    probes = [run_probe(ctx, call, parts, setting, silent=False, single=True) for setting in settings]
+    trials = [Trial(ctx, plans[0], probe, single=True) for probe in probes]
+    options = [option for plan in plans for option in _roundings(ctx, plan)] if half else plans
+
+    def share(option: MoePlan) -> float:
+        got = [trial.output(option) for trial in trials]
+        if not half:
+            return trials[0].share(got[0])
+        return sum(equal_share(value, trial.probe.y) for value, trial in zip(got, trials, strict=True)) / len(trials)
+
+    shares = [share(option) for option in options]
     best = max(range(len(options)), key=lambda i: shares[i])
-    if shares[best] < MIN_EQUAL:
-        raise Unknown(f"{call.name}: no known rounding gives its output (the nearest agrees on {shares[best]:.0%} of the elements)")
+    if shares[best] < (MIN_EQUAL if half else SHARE):
+        what = "elements, bit for bit" if half else "tokens"
+        raise Unknown(f"{call.name}: no known rounding and factors give its output (the nearest agrees on {shares[best]:.0%} of the {what})")
     return options[best]
 
 
@@ -323,7 +331,7 @@ def _roundings(ctx: Context, plan: MoePlan) -> Iterator[MoePlan]:
     routers = [plan.router]
     if plan.router.score == "softmax" and plan.router.normalise and plan.router.bias is None and plan.router.sum_eps == plan.router.sum_min:
         routers.append(replace(plan.router, score="softmax_chosen", normalise=False))  # the same but for rounding
-    for router, wide, weights, scores in itertools.product(routers, _widths(ctx, plan.router), flags, flags):
+    for scores, router, wide, weights in itertools.product(flags, routers, _widths(ctx, plan.router), flags):
         for products, sums in itertools.product(flags, flags):
             changed = replace(router, fp32_logits=wide, round_weights=weights, round_scores=scores)
             yield replace(plan, router=changed, round_products=products, round_sums=sums)

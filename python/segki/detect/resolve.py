@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -93,3 +96,17 @@ def rope_table(model: nn.Module, rope: RopePlan, positions: int) -> tuple[Tensor
         raise ValueError(f"rope: {rope.source!r} gives no table of {rope.rotary_dim} rotary dimensions")
     cos, sin = (t[:positions].float().cpu().contiguous() for t in halves)
     return cos, -sin if rope.negate_sin else sin
+
+
+def renamed(value: Any, old: str, new: str, module: str | None = None) -> Any:
+    """A plan in which every name that begins with `old` begins with `new`; `module` sets the outermost plan's own."""
+    if isinstance(value, str):
+        return new + value[len(old) :] if value.startswith(old) else value
+    if isinstance(value, tuple):
+        return tuple(renamed(item, old, new) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: renamed(getattr(value, f.name), old, new) for f in dataclasses.fields(value)}
+        if module is not None:
+            changed["module"] = module
+        return dataclasses.replace(value, **changed)
+    return value

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from segki.detect.context import Context, is_container
 from segki.detect.ends import Logits
 from segki.detect.guard import is_linear
-from segki.detect.moe import is_moe_shaped
+from segki.detect.moe_parts import is_moe_shaped
 from segki.detect.numeric import Unknown, config_numbers
 from segki.detect.trace import FORWARD_ERRORS, Call, recording
 
