@@ -28,7 +28,15 @@ from segki.native import MAX_ROWS
 from segki.validate import CACHE_NAMES, left_padding
 
 # Inputs of the model that only its prefill reads.
-VISION_INPUTS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids", "second_per_grid_ts")
+VISION_INPUTS = (
+    "image_grid_thw",
+    "mm_encoder_outputs",
+    "mm_token_type_ids",
+    "pixel_values",
+    "pixel_values_videos",
+    "second_per_grid_ts",
+    "video_grid_thw",
+)
 KNOWN_INPUTS = frozenset(
     {"attention_mask", "position_ids", "cache_position", "inputs_embeds", "logits_to_keep", "use_cache", *CACHE_NAMES, *VISION_INPUTS}
 )

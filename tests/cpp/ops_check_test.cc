@@ -1,6 +1,7 @@
 // Each op refuses what its contract excludes, and names the argument.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -255,7 +256,95 @@ TEST(OpsCheck, SelectToken) {
        D{"finished", [](SelectTokenArgs& a) { a.finished.shape[0] = kRows + 1; }},
        D{"history", [](SelectTokenArgs& a) { a.history.dtype = DType::kI32; }},
        D{"max_new_tokens", [](SelectTokenArgs& a) { a.max_new_tokens = 0; }},
+       D{"frozen", [&memory](SelectTokenArgs& a) { a.frozen = memory.i32(kRows + 1); }},
+       D{"frozen", [&memory](SelectTokenArgs& a) { a.frozen = memory.i64(kRows); }},
        D{"min_new_tokens", [](SelectTokenArgs& a) { a.min_new_tokens = -1; }}});
+}
+
+GatedDeltaArgs good_gated_delta(Memory& memory) {
+  constexpr std::int64_t kValue = 5, kWidth = 4;
+  constexpr std::int64_t kChannels = 2 * kHeads * kDim + kHeads * kGroup * kValue;
+  GatedDeltaArgs args;
+  args.q = memory.f32(kRows, kHeads, kDim);
+  args.k = memory.f32(kRows, kHeads, kDim);
+  args.v = memory.f32(kRows, kHeads, kGroup, kValue);
+  args.z = memory.f32(kRows, kHeads, kGroup, kValue);
+  args.a = memory.f32(kRows, kHeads, kGroup);
+  args.b = memory.f32(kRows, kHeads, kGroup);
+  args.conv_weight = memory.f32(kChannels, kWidth);
+  args.conv_bias = memory.f32(kChannels);
+  args.a_log = memory.f32(kHeads * kGroup);
+  args.dt_bias = memory.f32(kHeads * kGroup);
+  args.norm_weight = memory.f32(kValue);
+  args.slots = memory.i32(kRows);
+  args.frozen = memory.i32(kRows);
+  args.conv_state = memory.f32(kRows + 1, kChannels, kWidth);
+  args.state = memory.f32(kRows + 1, kHeads * kGroup, kDim, kValue);
+  args.out = memory.f32(kRows, kHeads * kGroup * kValue);
+  args.norm.kind = NormKind::kRms;
+  return args;
+}
+
+TEST(OpsCheck, GatedDelta) {
+  Memory memory;
+  using D = Damage<GatedDeltaArgs>;
+  expect_all_refused<GatedDeltaArgs>(
+      "gated_delta", good_gated_delta(memory),
+      {D{"q", [](GatedDeltaArgs& a) { a.q = {}; }},
+       D{"q", [](GatedDeltaArgs& a) { a.q.dtype = DType::kI32; }},
+       D{"q", [](GatedDeltaArgs& a) { a.q.stride[2] = 2; }},
+       D{"q",
+         [](GatedDeltaArgs& a) {
+           for (TensorView* view : {&a.q, &a.k, &a.v, &a.z, &a.a, &a.b, &a.out}) {
+             view->shape[0] = kMaxRows + 1;
+           }
+           a.slots = a.frozen = {};
+         }},
+       D{"k", [](GatedDeltaArgs& a) { a.k.shape[2] = kDim + 1; }},
+       D{"v", [](GatedDeltaArgs& a) { a.v.shape[1] = kHeads + 1; }},
+       D{"z", [](GatedDeltaArgs& a) { a.z.shape[3] += 1; }},
+       D{"a", [](GatedDeltaArgs& a) { a.a.rank = 2; }},
+       D{"b", [](GatedDeltaArgs& a) { a.b.dtype = DType::kBF16; }},
+       D{"conv_weight", [](GatedDeltaArgs& a) { a.conv_weight.shape[0] -= 1; }},
+       D{"conv_weight", [](GatedDeltaArgs& a) { a.conv_weight.stride[0] += 1; }},
+       D{"conv_weight",
+         [](GatedDeltaArgs& a) {
+           a.conv_weight.shape[1] = a.conv_state.shape[2] = 1;
+           a.conv_weight.stride[0] = 1;
+         }},
+       D{"conv_weight",
+         [](GatedDeltaArgs& a) {
+           a.conv_weight.shape[1] = a.conv_state.shape[2] = 9;
+           a.conv_weight.stride[0] = 9;
+         }},
+       D{"conv_bias", [](GatedDeltaArgs& a) { a.conv_bias.shape[0] += 1; }},
+       D{"a_log", [](GatedDeltaArgs& a) { a.a_log.shape[0] = kHeads; }},
+       D{"a_log", [](GatedDeltaArgs& a) { a.a_log.dtype = DType::kF16; }},
+       D{"dt_bias", [](GatedDeltaArgs& a) { a.dt_bias = {}; }},
+       D{"norm_weight", [](GatedDeltaArgs& a) { a.norm_weight.shape[0] = kDim; }},
+       D{"norm.kind", [](GatedDeltaArgs& a) { a.norm.kind = NormKind::kLayer; }},
+       D{"norm.eps", [](GatedDeltaArgs& a) { a.norm.eps = -1.0F; }},
+       D{"slots", [](GatedDeltaArgs& a) { a.slots.dtype = DType::kI64; }},
+       D{"frozen", [](GatedDeltaArgs& a) { a.frozen.shape[0] = kRows + 1; }},
+       D{"conv_state", [](GatedDeltaArgs& a) { a.conv_state.shape[2] = 3; }},
+       D{"conv_state", [](GatedDeltaArgs& a) { a.conv_state.stride[1] += 1; }},
+       D{"state", [](GatedDeltaArgs& a) { a.state.dtype = DType::kBF16; }},
+       D{"state", [](GatedDeltaArgs& a) { a.state.shape[0] = kRows; }},
+       D{"state", [](GatedDeltaArgs& a) { a.state.stride[2] += 1; }},
+       D{"state",
+         [](GatedDeltaArgs& a) {
+           a.slots = {};
+           a.conv_state.shape[0] = a.state.shape[0] = kRows - 1;
+         }},
+       D{"out", [](GatedDeltaArgs& a) { a.out.shape[1] = kDim; }},
+       D{"out", [](GatedDeltaArgs& a) { a.out.stride[0] = 1; }},
+       D{"l2_eps", [](GatedDeltaArgs& a) { a.l2_eps = -1e-6F; }},
+       D{"query_scale", [](GatedDeltaArgs& a) { a.query_scale = INFINITY; }},
+       D{"beta_scale", [](GatedDeltaArgs& a) { a.beta_scale = NAN; }},
+       D{"conv_activation",
+         [](GatedDeltaArgs& a) { a.conv_activation = static_cast<Activation>(6); }},
+       D{"gate_activation",
+         [](GatedDeltaArgs& a) { a.gate_activation = static_cast<Activation>(-1); }}});
 }
 
 }  // namespace

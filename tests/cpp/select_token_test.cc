@@ -361,6 +361,56 @@ TEST_P(SelectToken, NaNStopsTheRowAlone) {
   EXPECT_EQ(finished(1), static_cast<std::int32_t>(StopReason::kNan));
 }
 
+TEST_P(SelectToken, FreezesARowInTheStepInWhichItFinishes) {
+  std::vector<std::int32_t> frozen = {0, 0, 0};
+  p_.args.frozen = dense_view(frozen.data(), DType::kI32, kRows);
+  logits(0)[4] = 100.0F;
+  logits(1)[6] = 100.0F;
+  logits(2)[5] = 100.0F;
+  set_eos({6});
+  run();
+  EXPECT_EQ(finished(1), static_cast<std::int32_t>(StopReason::kEos));
+  EXPECT_EQ(frozen, (std::vector<std::int32_t>{0, 1, 0}));
+  logits(2)[9] = kNaN;
+  run();
+  EXPECT_EQ(finished(2), static_cast<std::int32_t>(StopReason::kNan));
+  EXPECT_EQ(frozen, (std::vector<std::int32_t>{0, 1, 1}));
+  run();
+  EXPECT_EQ(finished(0), static_cast<std::int32_t>(StopReason::kLength));
+  EXPECT_EQ(frozen, (std::vector<std::int32_t>{1, 1, 1}));
+}
+
+TEST_P(SelectToken, FreezesARowThatHadFinishedBefore) {
+  std::vector<std::int32_t> frozen = {0, 0, 0};
+  p_.args.frozen = dense_view(frozen.data(), DType::kI32, kRows);
+  finished(2) = static_cast<std::int32_t>(StopReason::kEos);
+  run();
+  EXPECT_EQ(frozen, (std::vector<std::int32_t>{0, 0, 1}));
+}
+
+TEST_P(SelectToken, NeverThawsARow) {
+  std::vector<std::int32_t> frozen = {1, 1, 1};
+  p_.args.frozen = dense_view(frozen.data(), DType::kI32, kRows);
+  finished(2) = static_cast<std::int32_t>(StopReason::kEos);
+  run();
+  EXPECT_EQ(finished(0), 0);
+  EXPECT_EQ(frozen, (std::vector<std::int32_t>{1, 1, 1}));
+}
+
+TEST_P(SelectToken, RowsThatGoOnAfterTheirEndAreNotFrozen) {
+  std::vector<std::int32_t> frozen = {0, 0, 1};
+  p_.args.frozen = dense_view(frozen.data(), DType::kI32, kRows);
+  p_.args.advance_finished = 1;
+  logits(0)[4] = 100.0F;
+  logits(1)[6] = 100.0F;
+  set_eos({6});
+  run();
+  run();
+  EXPECT_EQ(finished(1), static_cast<std::int32_t>(StopReason::kEos));
+  EXPECT_EQ(p_.args.lengths.as<std::int32_t>()[1], 22);
+  EXPECT_EQ(frozen, (std::vector<std::int32_t>{0, 0, 1}));
+}
+
 INSTANTIATE_TEST_SUITE_P(, Argmax, ::testing::Values("avx512", "avx2", "generic"),
                          [](const auto& info) { return std::string(info.param); });
 INSTANTIATE_TEST_SUITE_P(, SelectToken, ::testing::Values("avx512", "avx2", "generic"),

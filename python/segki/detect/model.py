@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from segki.detect.check import LayerCheck
 from segki.detect.context import Context, signature
@@ -19,8 +21,8 @@ from segki.detect.moe_parts import is_moe_shaped
 from segki.detect.numeric import Unknown
 from segki.detect.resolve import renamed, resolve
 from segki.detect.ropes import rope_source
-from segki.detect.run import Run, layer_calls, preserved, run_once
-from segki.detect.trace import Call
+from segki.detect.run import Run, decoder, layer_calls, preserved, run_once
+from segki.detect.trace import FORWARD_ERRORS, Call
 from segki.detect.windows import layer_windows
 from segki.plan import Detection, LayerPlan, MlpPlan, ModelPlan, MoePlan, ParamRef, Segment
 
@@ -130,11 +132,34 @@ def _refs(value: Any) -> set[str]:
 
 
 def _check_claims(ctx: Context, plan: ModelPlan) -> None:
-    """Every parameter must be in the plan: one that is not does something that the plan does not say."""
+    """Every parameter must be in the plan: one that is not does something that the plan does not say.
+
+    What lies beside the language model of a composite (a vision tower) needs no explanation as long as text does not depend on it.
+    """
     claimed = {id(ctx.model.get_parameter(name)) for name in _refs(plan) if _is_parameter(ctx.model, name)}
-    for name, parameter in ctx.model.named_parameters():
-        if id(parameter) not in claimed:
-            raise Unknown(f"parameter {name} is not explained")
+    name, _ = decoder(ctx.model)
+    beside = []
+    for own, parameter in ctx.model.named_parameters():
+        if id(parameter) in claimed:
+            continue
+        if not name or own.startswith(f"{name}."):
+            raise Unknown(f"parameter {own} is not explained")
+        beside.append(own)
+    if beside and not _without(ctx, beside):
+        raise Unknown(f"parameters beside the language model are not explained: {beside[0]}")
+
+
+def _without(ctx: Context, names: list[str]) -> bool:
+    """Whether a text-only forward does without these parameters: NaN in their place does not show."""
+    spoilt = {}
+    for name in names:
+        own = ctx.model.get_parameter(name)
+        spoilt[name] = torch.full((1,), math.nan, dtype=own.dtype, device=own.device).expand(own.shape)
+    try:
+        answer = functional_call(ctx.model, spoilt, (), {"input_ids": ctx.ids, "use_cache": False})
+    except FORWARD_ERRORS:
+        return False
+    return bool(torch.isfinite(answer.logits).all())
 
 
 def _check_dtypes(ctx: Context, plan: ModelPlan) -> None:

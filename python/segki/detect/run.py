@@ -121,9 +121,17 @@ def _prompt(model: nn.Module, generator: torch.Generator) -> Tensor:
     return torch.tensor([[order[i % len(order)] for i in range(TOKENS)]])
 
 
+def decoder(model: nn.Module) -> tuple[str, nn.Module]:
+    """(name, module) of the language model: of a composite (text and vision) the text tower, else the model itself."""
+    found = model.get_decoder() if hasattr(model, "get_decoder") else None
+    name = next((n for n, m in model.named_modules() if m is found), "")
+    return (name, model.get_submodule(name)) if name else ("", model)
+
+
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """(name, list) of the decoder layers: of the outermost module lists, the one with the most parameters."""
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    prefix, language = decoder(model)
+    lists = [(n, m) for n, m in language.named_modules(prefix=prefix) if isinstance(m, nn.ModuleList) and len(m) > 0]
     outer = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]
     return max(outer, key=lambda pair: sum(p.numel() for p in pair[1].parameters()), default=None)
 
