@@ -438,6 +438,18 @@ _REQUIRED_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-qk-norm": ("phi", {**_TWO, "qk_layernorm": True}),
     "starcoder2-window-untied": ("starcoder2", {**_TWO, **_SHORT_WINDOW, "tie_word_embeddings": False}),
     "starcoder2-no-bias": ("starcoder2", {**_TWO, "use_bias": False}),
+    "qwen3_5-wide-convolution": ("qwen3_5_text", {"linear_conv_kernel_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 4}),
+    "qwen3_5-narrow-convolution": ("qwen3_5_text", {"linear_conv_kernel_dim": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 3}),
+    "qwen3_5-odd-heads": ("qwen3_5_text", {"linear_key_head_dim": 20, "linear_value_head_dim": 36, "tie_word_embeddings": True}),
+    "qwen3_5-full-rotary": ("qwen3_5_text", {**_rope("default", partial_rotary_factor=1.0, mrope_section=[3, 3, 2])}),
+    "olmo_hybrid-positive": ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
+    "qwen3_next-dense-layer": ("qwen3_next", {"mlp_only_layers": [1]}),
+    "qwen3_moe-normalised": ("qwen3_moe", {**_TWO, "norm_topk_prob": True}),
+    "qwen3_moe-dense-layer": ("qwen3_moe", {**_TWO, "mlp_only_layers": [0]}),
+    "mixtral-one-expert": ("mixtral", {**_TWO, "num_experts_per_tok": 1}),
+    "glm4_moe-groups": ("glm4_moe", {**_TWO, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}),
+    "cohere2_moe-average": ("cohere2_moe", {**_TWO, "num_shared_experts": 2, "shared_expert_combination_strategy": "average"}),
+    "cohere2_moe-sigmoid": ("cohere2_moe", {**_TWO, "expert_selection_fn": "sigmoid", "norm_topk_prob": True}),
 }
 
 # more than issue 2 asks for: same results, native or not
@@ -456,7 +468,7 @@ _WELCOME_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _duty(family: str) -> Native:
-    if family in DENSE_NATIVE or family in MOE_NATIVE:
+    if family in DENSE_NATIVE + MOE_NATIVE:
         return "required"
     return "welcome" if family in WELCOME else "declined"
 
