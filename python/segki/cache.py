@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from segki import _segki
@@ -93,8 +94,13 @@ class SlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
         return key_states, value_states
 
 
+def linear_layers_exist() -> bool:
+    """Whether transformers' cache has layers for linear attention."""
+    return hasattr(cache_utils, "LinearAttentionLayer")
+
+
 def linear_layer(prompt: Prompt, index: int) -> Any:
-    """A linear-attention layer on the native slots; transformers has had such layers since 5.0."""
+    """A linear-attention layer on the native slots."""
     from segki.linear_cache import LinearLayer
 
     return LinearLayer(prompt.shared, prompt.cache, index)

@@ -62,11 +62,6 @@ class Engine:
         known = [limit for limit in limits if limit is not None]
         return min(known) if known else None
 
-    @property
-    def has_linear_state(self) -> bool:
-        """Whether some layer keeps a recurrent state, from which no token can be taken back."""
-        return any(node.gdn for layer in self.plan.layers for node in layer.nodes)
-
     def bind(self) -> None:
         """Note where every weight lies; programs are built again at their next use."""
         self._steps.clear()

@@ -25,6 +25,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDeco
 from segki.cache import Prompt, divert, restore
 from segki.engine import Decode, Engine, StopSpec
 from segki.native import MAX_ROWS
+from segki.plan import has_linear_state
 from segki.validate import CACHE_NAMES, left_padding
 
 # Inputs of the model that only its prefill reads.
@@ -234,7 +235,7 @@ def decode(
     divert(cache, engine.plan, prompt)
     logits = prefill(model, input_ids, config, inputs)
     wanted = bool(config.return_dict_in_generate)
-    if streamer is not None or (wanted and (config.output_scores or config.output_logits or engine.has_linear_state)):
+    if streamer is not None or (wanted and (config.output_scores or config.output_logits or has_linear_state(engine.plan))):
         rule = dataclasses.replace(rule, check_every=1)  # a recurrent state that is handed back cannot take a step back
     lengths = request.prompt_tokens - request.first
     run = Decode(engine, step, lengths.to(torch.int32), rule, advance_finished=wanted, positions=request.positions)

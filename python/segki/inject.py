@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from segki.cache import linear_layers_exist
 from segki.detect import detect
 from segki.detect.guard import module_problem
 from segki.detect.run import preserved
 from segki.engine import Engine
+from segki.gdn import rebind_gdn
 from segki.generate import Decline, decoding_method, own_mode
-from segki.plan import Detection
+from segki.plan import Detection, has_linear_state
 from segki.probe import native_problem
 from segki.rebind import Rebound, clear_copies
 from segki.report import Report, SegmentReport
@@ -31,18 +33,32 @@ class Injection:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.rebound: list[Rebound] = []
+        self.rebound: list[Rebound] = []  # generate
+        self.forwards: list[Rebound] = []  # of blocks whose prompt form is native too
         self.engine: Engine | None = None
         self.report = self.bind()
 
     def bind(self) -> Report:
-        """Detect the model as it is now and build its native step."""
-        if self.engine is not None:
-            self.engine.release()
+        """Detect the model as it is now, build its native step and rebind the forwards that go with it."""
+        self.unbind()
         detection = detect(self.model)
         self.engine, reasons = native_engine(self.model, detection)
         self.watch = Watch(self.model)
+        if self.engine is not None:
+            nodes = [node for layer in self.engine.plan.layers for node in layer.nodes]
+            plans = {node.module: node.gdn for node in nodes if node.gdn is not None and node.module is not None}
+            self.forwards = rebind_gdn(self.model, plans, self)
+            for rebound in self.forwards:
+                rebound.install()
         return make_report(self.model, detection, self.engine, reasons)
+
+    def unbind(self) -> None:
+        """Put the forwards back and give native memory back."""
+        for rebound in reversed(self.forwards):
+            rebound.remove()
+        self.forwards = []
+        if self.engine is not None:
+            self.engine.release()
 
     def ready(self) -> Engine:
         """The engine, bound to the model as it is now; raises `Decline` when there is none."""
@@ -119,6 +135,8 @@ def native_engine(model: nn.Module, detection: Detection) -> tuple[Engine | None
     """The native step of a detected model, tried against the model's own forward; or the reasons why there is none."""
     if detection.plan is None:
         return None, list(detection.reasons) or ["the model's structure is not known"]
+    if has_linear_state(detection.plan) and not linear_layers_exist():
+        return None, ["this transformers has no cache layers for linear attention; they came with 5.0"]
     device = next(model.parameters()).device
     if device.type != "cpu":
         return None, [f"the model is on {device}; this build has a native step for cpu"]
@@ -180,8 +198,7 @@ def eject(model: nn.Module) -> None:
         raise ValueError(f"model: this {type(model).__name__} is not injected")
     for rebound in reversed(injection.rebound):
         rebound.remove()
-    if injection.engine is not None:
-        injection.engine.release()
+    injection.unbind()
 
 
 @contextlib.contextmanager

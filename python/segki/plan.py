@@ -370,6 +370,11 @@ class ModelPlan:
     max_positions: int | None = None
 
 
+def has_linear_state(plan: ModelPlan) -> bool:
+    """Whether some layer keeps a recurrent state, from which no token can be taken back."""
+    return any(node.gdn is not None for layer in plan.layers for node in layer.nodes)
+
+
 @dataclass(frozen=True)
 class Segment:
     """One detected (or declined) piece of the module tree."""

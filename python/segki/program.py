@@ -26,6 +26,8 @@ from segki.plan import (
     Term,
 )
 
+MOST_SPLITS = 8  # pieces into which the keys of a row are cut; the same for every batch size, so that bits are, too
+
 RopeTable = Callable[[RopePlan, int], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -140,6 +142,7 @@ class StepBuilder:
         self.dtype = dtype
         self.buffers = Buffers(self.rows, dtype)
         self.tables: dict[RopePlan | PositionScale, tuple[torch.Tensor, ...]] = {}
+        self.partials: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.keep: list[torch.Tensor] = []
         self.ops = _segki.StepProgramBuilder(backend)
 
@@ -338,12 +341,23 @@ class StepBuilder:
         if plan.gate is not None:
             attention.gate = heads(projected, plan.gate, plan.kv_heads, plan.v_head_dim, group)
         attention.out = view(mixed)
+        attention.partial, attention.arrived = self._partial(plan.kv_heads, group, plan.v_head_dim)
         attention.scale = plan.scale
         attention.softcap = plan.softcap or 0.0
         attention.window = plan.window or 0
         self.ops.add(attention)
         self.linear(mixed, [plan.out], [out])
         self.buffers.give(*projected, q_out, mixed)
+
+    def _partial(self, kv_heads: int, group: int, dim: int) -> tuple[_segki.View, _segki.View]:
+        """Where pieces of a row's attention meet: one pair of buffers for all layers of a shape, since ops run one after the other."""
+        key = (kv_heads, group, dim)
+        if key not in self.partials:
+            sums = torch.zeros(self.rows, kv_heads, MOST_SPLITS, group * (dim + 2))
+            self.partials[key] = (sums, torch.zeros(self.rows, kv_heads, dtype=torch.int32))
+            self.keep += self.partials[key]
+        sums, arrived = self.partials[key]
+        return view(sums), view(arrived)
 
     _layer = 0
 

@@ -21,8 +21,7 @@ TEST_P(GatedDelta, GatesAtTheirLimits) {
           .rows = 2, .key_heads = 2, .group = 2, .key_dim = 19, .value_dim = 70, .width = 4},
       dtype(), rng_);
   GatedDeltaArgs& a = p->args;
-  const std::vector<float> before(a.state.as<float>(),
-                                  a.state.as<float>() + 2 * a.state.stride[0]);
+  const std::vector<float> before(a.state.as<float>(), a.state.as<float>() + 2 * a.state.stride[0]);
   for (std::int64_t r = 0; r < 2; ++r) {
     for (std::int64_t h = 0; h < 4; ++h) {
       reference::set(a.b, reference::offset(a.b, r, h / 2, h % 2), -300.0);
@@ -78,9 +77,8 @@ TEST_P(GatedDelta, ZeroQueriesAndKeys) {
   }
   ASSERT_EQ(run_kernel(*table_, a), 0);
   reference::for_each(a.out, [&](std::int64_t at) { ASSERT_EQ(reference::get(a.out, at), 0.0); });
-  reference::for_each(a.state, [&](std::int64_t at) {
-    ASSERT_TRUE(std::isfinite(reference::get(a.state, at)));
-  });
+  reference::for_each(
+      a.state, [&](std::int64_t at) { ASSERT_TRUE(std::isfinite(reference::get(a.state, at))); });
 }
 
 SEGKI_INSTANTIATE_ON_INSTRUCTION_SETS(GatedDelta);

@@ -103,6 +103,7 @@ def test_no_torch_product_in_the_loop(case: Case) -> None:
             lambda: model.generate(ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=0)
         )
 
+    products(3)  # transformers 4.57 multiplies once more in the first call
     assert products(3) == products(9) > 0
 
 

@@ -172,6 +172,11 @@ struct RopeKvWriteArgs {
 // round(sigmoid(gate))). K and V are read once for the G query heads that share them. The reduction
 // runs over keys in blocks counted from the first visible key, so that a left-padded row gives the
 // bits of the row alone.
+//
+// With `partial`, a row's n visible keys are cut into min(S, ceil(n / kMinSplitKeys)) pieces of
+// whole blocks, each a unit of work, so that few rows and heads keep many cores busy at long
+// contexts. The part that finishes the last piece of a head adds all of them up in order; nobody
+// waits. The cut depends on n and S alone.
 struct AttentionArgs {
   TensorView q;        // [rows, Hq, D], dense
   TensorView k_cache;  // [slots, Hkv, L, D]
@@ -181,10 +186,15 @@ struct AttentionArgs {
   TensorView slots;    // i32 [rows], optional
   TensorView gate;     // [rows, Hkv, G, Dv], any strides but the last; optional
   TensorView out;      // [rows, Hq * Dv], dense
+  TensorView partial;  // f32 [rows, Hkv, S, G * (Dv + 2)], dense, optional
+  TensorView arrived;  // i32 [rows, Hkv], dense, with `partial`; zero between calls
   float scale = 1.0F;
   float softcap = 0.0F;  // 0: none
   std::int32_t window = 0;
 };
+
+// Keys that one piece of a row's attention has at least, where `partial` lets it be split.
+constexpr int kMinSplitKeys = 256;
 
 // logits = softcap(round(round(x W^T + bias) * scale / divisor)), each step rounded to dtype as the
 // model does; stored as f32. A scale or divisor of 1 and a softcap of 0 are left out. softcap(y) =
@@ -255,7 +265,7 @@ struct SelectTokenArgs {
 //   rsqrt(mean(o^2) + norm.eps); norm.round_before_weight != 0: m = round(weight * round(n)), else
 //   m = weight * n;  out = round(m * gate_activation(z)), the gate in fp32
 // `norm` is kRms, its weight_offset is added to the weight. A row with frozen[r] != 0 leaves both
-// states as they are; its output is not specified.
+// states as they are and reads neither; its output is zero.
 struct GatedDeltaArgs {
   TensorView q;            // [rows, Hk, Dk], before the convolution; any strides but the last
   TensorView k;            // as q

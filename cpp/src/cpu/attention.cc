@@ -4,6 +4,8 @@
 #include "cpu/targets.h"
 #include "hwy/foreach_target.h"
 // After foreach_target.h
+#include <algorithm>
+#include <atomic>
 #include <limits>
 
 #include "cpu/attention-inl.h"
@@ -36,6 +38,20 @@ struct AttentionScratch {
 };
 
 constexpr std::int64_t kAttentionKeyBlock = 64;
+
+// How the keys of one row are cut into pieces.
+struct KeySplit {
+  std::int64_t pieces;
+  std::int64_t keys;  // in each piece but the last
+
+  KeySplit(std::int64_t visible, std::int64_t most) {
+    pieces =
+        std::max(std::min(most, (visible + kMinSplitKeys - 1) / kMinSplitKeys), std::int64_t{1});
+    keys = (visible + pieces - 1) / pieces;
+    keys = (keys + kAttentionKeyBlock - 1) / kAttentionKeyBlock * kAttentionKeyBlock;
+    if (keys > 0) pieces = std::max((visible + keys - 1) / keys, std::int64_t{1});
+  }
+};
 
 }  // namespace segki::cpu
 #endif
@@ -124,19 +140,49 @@ class Group {
         decay_(scratch + layout_.running),
         running_(reinterpret_cast<Running*>(decay_ + (layout_.size - layout_.running) / 3)) {}
 
-  void run(std::int64_t row, std::int64_t head) {
-    const auto row_value = [row](const TensorView& view) {
-      return std::int64_t{view.as<std::int32_t>()[row * view.stride[0]]};
-    };
+  // How many pieces a row has.
+  std::int64_t pieces(std::int64_t row) const {
+    const auto [first, end] = visible(row);
+    return split(end - first).pieces;
+  }
+
+  void run(std::int64_t row, std::int64_t head, std::int64_t piece) {
+    const auto [first, end] = visible(row);
+    const KeySplit cut = split(end - first);
+    begin(row, head);
+    const std::int64_t from = first + piece * cut.keys;
+    blocks(row, head, from, cut.pieces == 1 ? end : std::min(end, from + cut.keys));
+    if (cut.pieces == 1 || gather(row, head, piece, cut.pieces)) finish(row, head);
+  }
+
+ private:
+  struct Visible {
+    std::int64_t first;
+    std::int64_t end;
+  };
+
+  static std::int64_t row_value(const TensorView& view, std::int64_t row) {
+    return view.as<std::int32_t>()[row * view.stride[0]];
+  }
+
+  KeySplit split(std::int64_t keys) const {
+    return KeySplit(keys, args_.partial.present() ? args_.partial.shape[2] : 1);
+  }
+
+  // Keys that a row sees.
+  Visible visible(std::int64_t row) const {
     const std::int64_t length = args_.k_cache.shape[2];
-    const std::int64_t end = row_value(args_.lengths) + 1;
+    const std::int64_t end = row_value(args_.lengths, row) + 1;
     // A stopped row may stand one past the last place of the cache.
     std::int64_t first = std::max(end - length, std::int64_t{0});
-    if (args_.first.present()) first = std::max(first, row_value(args_.first));
+    if (args_.first.present()) first = std::max(first, row_value(args_.first, row));
     if (args_.window > 0) first = std::max(first, end - args_.window);
-    const std::int64_t slot = args_.slots.present() ? row_value(args_.slots) : row;
+    return {first, end};
+  }
 
-    begin(row, head);
+  void blocks(std::int64_t row, std::int64_t head, std::int64_t first, std::int64_t end) {
+    const std::int64_t length = args_.k_cache.shape[2];
+    const std::int64_t slot = args_.slots.present() ? row_value(args_.slots, row) : row;
     const auto rows = [&](const TensorView& cache, std::int64_t t) HWY_ATTR {
       const std::int64_t count = std::clamp(end - t, std::int64_t{0}, kKeyBlock);
       return BlockRows<T>{
@@ -145,10 +191,48 @@ class Group {
     for (std::int64_t t = first; t < end; t += kKeyBlock) {
       block(rows(args_.k_cache, t), rows(args_.v_cache, t), rows(args_.k_cache, t + kKeyBlock));
     }
-    finish(row, head);
   }
 
- private:
+  // Leaves this piece's sums for whoever comes last, who adds up all pieces in order and gets true.
+  bool gather(std::int64_t row, std::int64_t head, std::int64_t piece, std::int64_t pieces) {
+    const std::int64_t width = size_ * (v_dim_ + 2);
+    float* all =
+        args_.partial.as<float>() + row * args_.partial.stride[0] + head * args_.partial.stride[1];
+    float* mine = all + piece * width;
+    for (std::int64_t g = 0; g < size_; ++g) {
+      float* to = mine + g * (v_dim_ + 2);
+      to[0] = running_[g].max;
+      to[1] = running_[g].sum;
+      std::copy_n(mixed_ + g * layout_.mixed_stride, v_dim_, to + 2);
+    }
+    std::atomic_ref<std::int32_t> arrived(
+        args_.arrived.as<std::int32_t>()[row * args_.arrived.stride[0] + head]);
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < pieces) return false;
+    arrived.store(0, std::memory_order_relaxed);
+    for (std::int64_t g = 0; g < size_; ++g) add_up(all + g * (v_dim_ + 2), width, pieces, g);
+    return true;
+  }
+
+  // One query's sums of all pieces, `apart` floats from each other.
+  void add_up(const float* from, std::int64_t apart, std::int64_t pieces, std::int64_t g) {
+    float max = kLowest;
+    for (std::int64_t p = 0; p < pieces; ++p) max = std::max(max, from[p * apart]);
+    const VF shift = set(max == kLowest ? 0.0F : max);
+    float* mixed = mixed_ + g * layout_.mixed_stride;
+    std::fill_n(mixed, layout_.mixed_stride, 0.0F);
+    float sum = 0.0F;
+    for (std::int64_t p = 0; p < pieces; ++p) {
+      const float* piece = from + p * apart;
+      const VF weight = exp(hn::Sub(set(piece[0]), shift));
+      sum += piece[1] * hn::GetLane(weight);
+      for (std::int64_t d = 0; d < v_dim_; d += kLanes) {
+        const VF value = load_row(piece + 2 + d, v_dim_ - d);
+        hn::Store(hn::MulAdd(value, weight, hn::Load(DF(), mixed + d)), DF(), mixed + d);
+      }
+    }
+    running_[g] = Running{max, sum};
+  }
+
   static const T* head_of(const TensorView& cache, std::int64_t slot, std::int64_t head) {
     return cache.as<const T>() + slot * cache.stride[0] + head * cache.stride[1];
   }
@@ -215,11 +299,20 @@ class Group {
 
 template <typename T>
 void run(const AttentionArgs& args, const Exec& exec) {
-  const std::int64_t heads = args.k_cache.shape[1];
-  const Range items = part_range(args.q.shape[0] * heads, 1, exec.part, exec.parts);
+  const std::int64_t rows = args.q.shape[0], heads = args.k_cache.shape[1];
   Group<T> group(args, static_cast<float*>(exec.scratch));
-  for (std::int64_t item = items.begin; item < items.end; ++item) {
-    group.run(item / heads, item % heads);
+  std::int64_t units = 0;  // pieces of all rows and heads
+  for (std::int64_t row = 0; row < rows; ++row) units += heads * group.pieces(row);
+  const Range mine = part_range(units, 1, exec.part, exec.parts);
+  std::int64_t before = 0;  // units of earlier rows
+  for (std::int64_t row = 0; row < rows && before < mine.end; ++row) {
+    const std::int64_t pieces = group.pieces(row);
+    const std::int64_t begin = std::max(mine.begin - before, std::int64_t{0});
+    const std::int64_t end = std::min(mine.end - before, heads * pieces);
+    for (std::int64_t unit = begin; unit < end; ++unit) {
+      group.run(row, unit / pieces, unit % pieces);
+    }
+    before += heads * pieces;
   }
 }
 

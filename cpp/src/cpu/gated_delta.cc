@@ -5,6 +5,7 @@
 #include "hwy/foreach_target.h"
 // After foreach_target.h
 #include "cpu/gated_delta-inl.h"
+#include "hwy/cache_control.h"
 
 #ifndef SEGKI_CPU_GATED_DELTA_SHARED_
 #define SEGKI_CPU_GATED_DELTA_SHARED_
@@ -32,12 +33,14 @@ constexpr int kWide = 4;
 #endif
 
 // Columns [0, N * kLanes) of a state [Dk, `stride`], the last vector holding `last` of them:
-// S = S * decay + k (beta (v - decay S^T k))^T, o = S^T q. The state is read from memory by the
-// first pass and from cache by the second.
+// S = S * decay + k (beta (v - decay S^T k))^T, o = S^T q. The state comes from memory in the first
+// pass and from cache in the second, which asks for the same columns of the head after this one
+// meanwhile: memory would be idle otherwise.
 template <int N>
 HWY_INLINE void advance_columns(float* HWY_RESTRICT state, std::int64_t stride, std::int64_t rows,
-                                std::int64_t last, const Gates& gates, bool keep, const float* q,
+                                std::int64_t last, const Gates& gates, const float* q,
                                 const float* k, const float* v, float* HWY_RESTRICT o) {
+  constexpr std::int64_t kLine = 64 / sizeof(float);
   const VF decay = set(gates.decay);
   const auto left = [last](int i) { return i + 1 < N ? kLanes : last; };
   VF sums[N];
@@ -57,12 +60,14 @@ HWY_INLINE void advance_columns(float* HWY_RESTRICT state, std::int64_t stride, 
   }
   for (std::int64_t r = 0; r < rows; ++r) {
     float* row = state + r * stride;
+    const float* ahead = row + rows * stride;  // may lie past the states
+    for (std::int64_t c = 0; c < N * kLanes; c += kLine) hwy::Prefetch(ahead + c);
     const VF key = set(k[r]);
     const VF query = set(q[r]);
     for (int i = 0; i < N; ++i) {
       const VF kept = hn::Mul(load_row(row + i * kLanes, left(i)), decay);
       const VF now = hn::MulAdd(key, delta[i], kept);
-      if (keep) store_row(now, row + i * kLanes, left(i));
+      store_row(now, row + i * kLanes, left(i));
       sums[i] = hn::MulAdd(now, query, sums[i]);
     }
   }
@@ -70,15 +75,15 @@ HWY_INLINE void advance_columns(float* HWY_RESTRICT state, std::int64_t stride, 
 }
 
 HWY_INLINE void advance(float* state, std::int64_t key_dim, std::int64_t value_dim,
-                        const Gates& gates, bool keep, const float* q, const float* k,
-                        const float* v, float* o) {
+                        const Gates& gates, const float* q, const float* k, const float* v,
+                        float* o) {
   std::int64_t c = 0;
   for (; c + kWide * kLanes <= value_dim; c += kWide * kLanes) {
-    advance_columns<kWide>(state + c, value_dim, key_dim, kLanes, gates, keep, q, k, v + c, o + c);
+    advance_columns<kWide>(state + c, value_dim, key_dim, kLanes, gates, q, k, v + c, o + c);
   }
   for (; c < value_dim; c += kLanes) {
-    advance_columns<1>(state + c, value_dim, key_dim, std::min(kLanes, value_dim - c), gates, keep,
-                       q, k, v + c, o + c);
+    advance_columns<1>(state + c, value_dim, key_dim, std::min(kLanes, value_dim - c), gates, q, k,
+                       v + c, o + c);
   }
 }
 
@@ -90,13 +95,17 @@ void step_head(const GatedDeltaArgs& args, std::int64_t r, std::int64_t h, float
   const std::int64_t channels = args.conv_weight.shape[0], width = args.conv_weight.shape[1];
   const std::int64_t slot =
       args.slots.present() ? args.slots.as<const std::int32_t>()[r * args.slots.stride[0]] : r;
-  const bool keep = !args.frozen.present() ||
-                    args.frozen.as<const std::int32_t>()[r * args.frozen.stride[0]] == 0;
+  T* out = args.out.as<T>() + r * args.out.stride[0] + h * group * value_dim;
+  if (args.frozen.present() &&
+      args.frozen.as<const std::int32_t>()[r * args.frozen.stride[0]] != 0) {
+    std::fill_n(out, group * value_dim, T{});
+    return;
+  }
   T* windows = args.conv_state.as<T>() + slot * channels * width;
-  const auto convolve = [&](const T* x, std::int64_t first, std::int64_t count, float* out) {
+  const auto convolve = [&](const T* x, std::int64_t first, std::int64_t count, float* y) {
     const T* bias = args.conv_bias.present() ? args.conv_bias.as<const T>() + first : nullptr;
     convolve_token(x, args.conv_weight.as<const T>() + first * width, bias, windows + first * width,
-                   keep, count, width, args.conv_activation, out);
+                   count, width, args.conv_activation, y);
   };
   float* q = scratch;
   float* k = q + key_dim;
@@ -117,10 +126,10 @@ void step_head(const GatedDeltaArgs& args, std::int64_t r, std::int64_t h, float
         gates_of(args, load_one(args.a.as<const T>() + at(args.a) + g * args.a.stride[2]),
                  load_one(args.b.as<const T>() + at(args.b) + g * args.b.stride[2]), head);
     float* state = args.state.as<float>() + (slot * key_heads * group + head) * key_dim * value_dim;
-    advance(state, key_dim, value_dim, gates, keep, q, k, v + g * value_dim, o);
+    advance(state, key_dim, value_dim, gates, q, k, v + g * value_dim, o);
     gated_norm(args.norm, args.norm_weight.as<const T>(), args.gate_activation, o,
-               args.z.as<const T>() + at(args.z) + g * args.z.stride[2],
-               args.out.as<T>() + r * args.out.stride[0] + head * value_dim, value_dim);
+               args.z.as<const T>() + at(args.z) + g * args.z.stride[2], out + g * value_dim,
+               value_dim);
   }
 }
 

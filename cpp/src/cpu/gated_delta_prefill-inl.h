@@ -21,7 +21,8 @@ constexpr std::int64_t kTileTokens = 4;
 struct PrefillScratch {
   std::int64_t key_stride;
   std::int64_t value_stride;
-  std::int64_t state_size;  // of one value head, [key_rows, value_stride]
+  std::int64_t value_columns;  // Dv as whole vectors
+  std::int64_t state_size;     // of one value head, [key_rows, value_stride]
 
   std::int64_t keys;            // [chunk, key_stride]
   std::int64_t queries;         // the same
@@ -40,8 +41,11 @@ struct PrefillScratch {
 
   PrefillScratch(std::int64_t key_dim, std::int64_t group, std::int64_t value_dim) {
     const auto whole = [](std::int64_t n) { return (n + 15) / 16 * 16; };
-    key_stride = whole(key_dim);
-    value_stride = whole(value_dim);
+    // An odd number of cache lines, so that neighbouring rows do not compete for the same sets.
+    const auto odd = [whole](std::int64_t n) { return whole(n) + (whole(n) % 32 == 0 ? 16 : 0); };
+    key_stride = odd(key_dim);
+    value_stride = odd(value_dim);
+    value_columns = whole(value_dim);
     state_size = (key_dim + kTileTokens - 1) / kTileTokens * kTileTokens * value_stride;
     size = 0;
     const auto take = [this](std::int64_t floats) {
@@ -181,11 +185,12 @@ struct ChunkNumbers {
   const float* to_end;      // exp(c_last - c)
 };
 
-// Solves u_i + sum_{j < i} coupling[i, j] u_j = beta_i (v_i - exp(c_i) seen_i) for all rows: `values`
-// becomes u, `carried` u_i exp(c_last - c_i). `coupling` is [chunk, chunk].
+// Solves u_i + sum_{j < i} coupling[i, j] u_j = beta_i (v_i - exp(c_i) seen_i) for all rows:
+// `values` becomes u, `carried` u_i exp(c_last - c_i). `coupling` is [chunk, chunk].
 HWY_INLINE void solve(const float* coupling, const ChunkNumbers& numbers, const float* seen,
-                      std::int64_t stride, std::int64_t rows, float* values, float* carried) {
-  for_column_tiles(stride, [&](auto vectors, std::int64_t column) HWY_ATTR {
+                      std::int64_t stride, std::int64_t rows, std::int64_t columns, float* values,
+                      float* carried) {
+  for_column_tiles(columns, [&](auto vectors, std::int64_t column) HWY_ATTR {
     for (std::int64_t row = 0; row < rows; row += kTileTokens) {
       Tile<vectors()> tile;
       const Left left{coupling + row * kScanChunk, kScanChunk, 1};
@@ -214,8 +219,8 @@ HWY_INLINE void solve(const float* coupling, const ChunkNumbers& numbers, const 
 // outputs_i = exp(c_i) outputs_i + sum_{j <= i} mixing[i, j] u_j; `mixing` is [chunk, chunk] with
 // zeros right of the diagonal.
 HWY_INLINE void mix(const float* mixing, const float* from_begin, const float* updates,
-                    std::int64_t stride, std::int64_t rows, float* outputs) {
-  for_column_tiles(stride, [&](auto vectors, std::int64_t column) HWY_ATTR {
+                    std::int64_t stride, std::int64_t rows, std::int64_t columns, float* outputs) {
+  for_column_tiles(columns, [&](auto vectors, std::int64_t column) HWY_ATTR {
     for (std::int64_t row = 0; row < rows; row += kTileTokens) {
       Tile<vectors()> tile;
       multiply(Left{mixing + row * kScanChunk, kScanChunk, 1}, updates + column, stride,
@@ -234,9 +239,9 @@ HWY_INLINE void mix(const float* mixing, const float* from_begin, const float* u
 // state = state * decay + keys^T carried, over `tokens` tokens.
 HWY_INLINE void advance_state(const float* keys, std::int64_t key_stride, const float* carried,
                               std::int64_t stride, std::int64_t tokens, float decay,
-                              std::int64_t key_dim, float* state) {
+                              std::int64_t key_dim, std::int64_t columns, float* state) {
   const VF factor = set(decay);
-  for_column_tiles(stride, [&](auto vectors, std::int64_t column) HWY_ATTR {
+  for_column_tiles(columns, [&](auto vectors, std::int64_t column) HWY_ATTR {
     for (std::int64_t row = 0; row < key_dim; row += kTileTokens) {
       Tile<vectors()> tile;
       multiply(Left{keys + row, 1, key_stride}, carried + column, stride, tokens, tile);

@@ -21,9 +21,8 @@ struct Scored {
 };
 
 // torch.topk's order: NaN is the largest, and values alone decide.
-inline bool comes_first(const Scored& a, const Scored& b) {
-  return (std::isnan(a.value) && !std::isnan(b.value)) || a.value > b.value;
-}
+inline bool larger(float a, float b) { return (std::isnan(a) && !std::isnan(b)) || a > b; }
+inline bool comes_first(const Scored& a, const Scored& b) { return larger(a.value, b.value); }
 
 // The k largest of n to the front, with torch.topk's answer for ties: it sorts (value, index) pairs
 // with these algorithms of the C++ library and this choice between them.
@@ -79,10 +78,10 @@ struct Row {
     const Scored* of = items + group * size;
     float first = -std::numeric_limits<float>::infinity(), second = first;
     for (std::int64_t i = 0; i < size; ++i) {
-      if (of[i].value > first) {
+      if (larger(of[i].value, first)) {
         second = std::exchange(first, of[i].value);
-      } else {
-        second = std::max(second, of[i].value);
+      } else if (larger(of[i].value, second)) {
+        second = of[i].value;
       }
     }
     return args.group_by_max != 0 || size < 2 ? first : first + second;

@@ -43,6 +43,13 @@ inline std::int64_t argmax_without_eos(const float* logits, std::int64_t count,
   return all_lowest ? 0 : best.index;
 }
 
+// Of a row that has finished.
+inline void freeze(const SelectTokenArgs& args, std::int64_t r) {
+  if (args.frozen.present() && args.advance_finished == 0) {
+    args.frozen.as<std::int32_t>()[r * args.frozen.stride[0]] = 1;
+  }
+}
+
 inline void select_row(const SelectTokenArgs& args, std::int64_t r) {
   const auto at = [r](const TensorView& view) { return r * view.stride[0]; };
   std::int32_t& generated = args.generated.as<std::int32_t>()[at(args.generated)];
@@ -58,6 +65,7 @@ inline void select_row(const SelectTokenArgs& args, std::int64_t r) {
       ++args.lengths.as<std::int32_t>()[at(args.lengths)];
       ++args.positions.as<std::int32_t>()[at(args.positions)];
     }
+    freeze(args, r);
     return;
   }
 
@@ -91,10 +99,7 @@ inline void select_row(const SelectTokenArgs& args, std::int64_t r) {
   } else if (generated >= args.max_new_tokens) {
     finished = static_cast<std::int32_t>(StopReason::kLength);
   }
-  if (args.frozen.present() && args.advance_finished == 0 &&
-      finished != static_cast<std::int32_t>(StopReason::kRunning)) {
-    args.frozen.as<std::int32_t>()[at(args.frozen)] = 1;
-  }
+  if (finished != static_cast<std::int32_t>(StopReason::kRunning)) freeze(args, r);
 }
 
 std::int32_t select_token(const SelectTokenArgs* args, const Exec* exec) {

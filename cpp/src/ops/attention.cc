@@ -31,6 +31,15 @@ void check(const AttentionArgs& args) {
   checker.dense("out", args.out);
   checker.distinct("out", args.out, "q", args.q);
   checker.distinct("out", args.out, "gate", args.gate);
+  if (args.partial.present()) {
+    ops::Dim splits{"S"}, sums{"G * (Dv + 2)", group.value * (v_head_dim.value + 2)};
+    checker.shape("partial", args.partial, {&rows, &kv_heads, &splits, &sums}, DType::kF32);
+    checker.dense("partial", args.partial);
+    checker.shape("arrived", args.arrived, {&rows, &kv_heads}, DType::kI32);
+    checker.dense("arrived", args.arrived);
+  } else {
+    checker.absent("arrived", args.arrived, "where 'partial' is absent");
+  }
   checker.finite("scale", args.scale);
   checker.not_negative("softcap", args.softcap);
   checker.number("window", args.window, 0, INT32_MAX);

@@ -176,6 +176,8 @@ void bind_ops(nb::module_& module) {
       .def_rw("slots", &AttentionArgs::slots)
       .def_rw("gate", &AttentionArgs::gate)
       .def_rw("out", &AttentionArgs::out)
+      .def_rw("partial", &AttentionArgs::partial)
+      .def_rw("arrived", &AttentionArgs::arrived)
       .def_rw("scale", &AttentionArgs::scale)
       .def_rw("softcap", &AttentionArgs::softcap)
       .def_rw("window", &AttentionArgs::window);

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segki.rebind import Rebound
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,7 +77,10 @@ def module_problem(name: str, module: nn.Module) -> str | None:
     label = name or type(module).__name__
     if "_hf_hook" in vars(module):
         return f"{label} is dispatched by accelerate"
-    if "forward" in vars(module):
+    forward = vars(module).get("forward")
+    if isinstance(forward, Rebound) and forward.owner is not None:
+        forward = forward.previous  # segki's own; what it stands for counts
+    if forward is not None:
         return f"{label} has a forward of its own (patched)"
     if hooked(module):
         return f"{label} has forward hooks"

@@ -194,8 +194,7 @@ def _segments(ctx: Context) -> tuple[Segment, ...]:
         if is_moe_shaped(call.module):
             moes.append(name)
             moe = moe_plan(ctx, call)
-            known = isinstance(moe, MoePlan)
-            found.append(Segment(name, "moe", moe if known else None, None if known else moe))
+            found.append(Segment(name, "moe", moe) if isinstance(moe, MoePlan) else Segment(name, "moe", None, moe))
             continue
         if not is_mlp_shaped(ctx, call):
             continue

@@ -217,7 +217,7 @@ class Trial:
         bias = None if router.bias is None else self.lookup(router.bias)
         chosen, weights = reference_moe.route(router, self._logits_of(router), bias, self.dtype)
         picked = self.probe.x.new_empty(*chosen.shape, self.probe.x.shape[-1])
-        for index in chosen.unique().tolist():
+        for index in sorted(set(chosen.flatten().tolist())):
             if index not in self._outputs:
                 parts = [reference_moe.expert(self.base, self.lookup, index, row) for row in self._rows]
                 self._outputs[index] = torch.cat(parts)
@@ -322,7 +322,7 @@ def _rounding(ctx: Context, call: Call, parts: Parts, plans: list[MoePlan]) -> M
     best = max(range(len(options)), key=lambda i: shares[i])
     if shares[best] < (MIN_EQUAL if half else SHARE):
         what = "elements, bit for bit" if half else "tokens"
-        raise Unknown(f"{call.name}: no known rounding and factors give its output (the nearest agrees on {shares[best]:.0%} of the {what})")
+        raise Unknown(f"{call.name}: no known rounding gives its output (the nearest agrees on {shares[best]:.0%} of the {what})")
     return options[best]
 
 

@@ -123,7 +123,7 @@ def _prompt(model: nn.Module, generator: torch.Generator) -> Tensor:
 
 def decoder(model: nn.Module) -> tuple[str, nn.Module]:
     """(name, module) of the language model: of a composite (text and vision) the text tower, else the model itself."""
-    found = model.get_decoder() if hasattr(model, "get_decoder") else None
+    found = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
     name = next((n for n, m in model.named_modules() if m is found), "")
     return (name, model.get_submodule(name)) if name else ("", model)
 
