@@ -359,8 +359,10 @@ def test_bias_of_the_logits_is_no_correction() -> None:
 
 
 def test_scores_in_half_precision_are_told_from_rounded_weights() -> None:
-    found = {half: mixtures(detect(with_blocks(lambda h=half: OwnMoe(Rule("sigmoid", half_scores=h)), BF16)))[0][1] for half in (True, False)}
-    assert [found[half].router.round_scores for half in (True, False)] == [True, False]
+    for half in (True, False):
+        rule = Rule("sigmoid", half_scores=half)
+        model = with_blocks(lambda rule=rule: OwnMoe(rule), BF16)
+        assert mixtures(detect(model))[0][1].router.round_scores == half
 
 
 class Hidden(OwnMoe):
