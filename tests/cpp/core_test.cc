@@ -149,11 +149,13 @@ TEST(Backend, OlderTableHasNullSlots) {
 }
 
 TEST(Backend, RefusedLibraries) {
+  const std::string accepted = std::to_string(kBackendApiVersion);
   const struct {
     std::string path;
-    const char* reason;
+    std::string reason;
   } cases[] = {
-      {stub("other_version"), "api_version 2, accepted 1"},
+      {stub("other_version"),
+       "api_version " + std::to_string(kBackendApiVersion + 1) + ", accepted " + accepted},
       {stub("no_entry"), "no entry point 'segki_backend_table'"},
       {stub("no_device"), "no usable device"},
       {stub("name_taken"), "name 'cpu' is taken"},

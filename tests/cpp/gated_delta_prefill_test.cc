@@ -42,6 +42,32 @@ GatedDeltaPrefillArgs alone(const GatedDeltaPrefillArgs& all, std::int64_t s, st
 
 class GatedDeltaPrefill : public OnInstructionSet {
  protected:
+  // As check_values, but what fp32's order of additions moves to a neighbour is counted over all
+  // cases: in the small ones alone, one in a hundred is too few to tell.
+  void compare(const std::vector<reference::Expected>& expected) {
+    std::size_t wrong = 0;
+    for (const reference::Expected& e : expected) {
+      const double got = reference::get(e.view, e.offset);
+      if (e.view.dtype != DType::kF32 && e.magnitude > 0.0) {
+        ++results_;
+        if (got != e.value) ++different_;
+      }
+      if (std::abs(got - e.value) <= tolerance(e.view.dtype) * e.magnitude) continue;
+      if (++wrong <= 3) {
+        ADD_FAILURE() << "at " << e.offset << ": got " << got << ", want " << e.value;
+      }
+    }
+    EXPECT_EQ(wrong, 0u);
+  }
+
+  void TearDown() override {
+    EXPECT_LE(different_, results_ / 100) << results_;
+    OnInstructionSet::TearDown();
+  }
+
+  std::size_t results_ = 0;
+  std::size_t different_ = 0;
+
   void check_prefill(const GatedDeltaPrefillCase& c) {
     const auto p = make_problem(c, dtype(), rng_);
     const GatedDeltaPrefillArgs& args = p->args;
@@ -49,7 +75,7 @@ class GatedDeltaPrefill : public OnInstructionSet {
     const std::vector<reference::Expected> expected = reference::expected(args);
     const std::vector<std::byte> before = p->bytes();
     ASSERT_EQ(run_kernel(*table_, args), 0);
-    check_values<GatedDeltaPrefillArgs>(expected);
+    compare(expected);
     const std::vector<std::byte> after = p->bytes();
 
     for (const std::int32_t parts : {2, 3, 7, 16}) {
@@ -95,7 +121,7 @@ TEST_P(GatedDeltaPrefill, Continues) {
     args.continued = 1;
     begin = end;
   }
-  check_values<GatedDeltaPrefillArgs>(expected);
+  compare(expected);
 }
 
 // One token after another gives what the step op gives.
@@ -118,17 +144,23 @@ TEST_P(GatedDeltaPrefill, OneTokenIsTheStep) {
   step.norm = args.norm;
   step.query_scale = args.query_scale;
   ASSERT_EQ(run_kernel(*table_, step), 0);
-  std::vector<reference::Expected> expected;
-  for (const TensorView& view : {args.conv_state, args.state, args.out}) {
-    const double size = view.data == args.conv_state.data ? 0.0 : 2.0;
-    reference::for_each(view, [&](std::int64_t at) {
-      const double value = reference::get(view, at);
-      expected.push_back({view, at, value, size * std::max(std::abs(value), 1.0)});
-    });
-  }
+  std::vector<double> values;
+  const auto each = [&](const std::function<void(const TensorView&, std::int64_t)>& visit) {
+    for (const TensorView& view : {args.conv_state, args.state, args.out}) {
+      reference::for_each(view, [&](std::int64_t at) { visit(view, at); });
+    }
+  };
+  each(
+      [&](const TensorView& view, std::int64_t at) { values.push_back(reference::get(view, at)); });
   p->restore(before);
   ASSERT_EQ(run_kernel(*table_, args), 0);
-  check_values<GatedDeltaPrefillArgs>(expected);
+  std::size_t i = 0;
+  each([&](const TensorView& view, std::int64_t at) {
+    const bool copied = view.data == args.conv_state.data;
+    const double size = copied ? 0.0 : 2.0 * std::max(std::abs(values[i]), 1.0);
+    EXPECT_NEAR(reference::get(view, at), values[i], tolerance(view.dtype) * size) << at;
+    ++i;
+  });
 }
 
 // Whatever a sequence holds stays in it.

@@ -30,6 +30,13 @@ inline double rounded(DType dtype, double value) {
   return value;
 }
 
+// round(value * factor) as every framework has it: the product is an fp32 number first. A factor
+// like 7.7F times a multiple of 5 is half way between two half-precision values then, and not
+// before.
+inline double scaled(DType dtype, double value, double factor) {
+  return rounded(dtype, static_cast<double>(static_cast<float>(value * factor)));
+}
+
 inline std::int64_t offset(const TensorView& view, std::int64_t i, std::int64_t j = 0,
                            std::int64_t k = 0, std::int64_t l = 0) {
   const std::int64_t index[kMaxRank] = {i, j, k, l};
@@ -132,11 +139,13 @@ inline std::int64_t slot_of(const TensorView& slots, std::int64_t r) {
 }
 
 // An element that an op writes: where, what, and the size of the numbers that it came from.
+// `doubtful`: fp32's error decides one of its roundings, and so which neighbour it is.
 struct Expected {
   TensorView view;
   std::int64_t offset;
   double value;
   double magnitude;
+  bool doubtful = false;
 };
 
 using Row = std::vector<double>;
@@ -208,7 +217,7 @@ inline std::vector<Expected> expected(const SumNormArgs& a) {
       Row term = row_of(a.terms[t], r);
       for (std::size_t i = 0; i < term.size(); ++i) {
         if (a.scales[t] != 1.0F) {
-          term[i] = rounded(dtype, term[i] * static_cast<double>(a.scales[t]));
+          term[i] = scaled(dtype, term[i], static_cast<double>(a.scales[t]));
         }
         if (t > 0) term[i] = rounded(dtype, sum[i] + term[i]);
       }
@@ -230,7 +239,7 @@ inline std::vector<Expected> expected(const EmbeddingArgs& a) {
         std::clamp(row_value(a.tokens, r), std::int64_t{0}, a.table.shape[0] - 1);
     Row x = row_of(a.table, token);
     for (std::size_t i = 0; i < x.size(); ++i) {
-      x[i] = rounded(dtype, x[i] * static_cast<double>(a.scale));
+      x[i] = scaled(dtype, x[i], static_cast<double>(a.scale));
       if (a.position_table.present()) {
         x[i] = rounded(dtype,
                        x[i] + at(a.position_table, row_value(a.positions, r) + a.position_offset,
@@ -262,7 +271,7 @@ inline void rope_head(const RopeKvWriteArgs& a, std::int64_t position, double* x
 
 // All heads of one row's q (or k), dense.
 inline Row rope_row(const RopeKvWriteArgs& a, std::int64_t r, Row x, const NormSpec& spec,
-                    const TensorView& weight, const TensorView& bias, bool scaled) {
+                    const TensorView& weight, const TensorView& bias, bool with_scale) {
   const DType dtype = a.q.dtype;
   const std::size_t dim = static_cast<std::size_t>(a.q.shape[3]);
   const std::int64_t position = row_value(a.positions, r);
@@ -281,8 +290,8 @@ inline Row rope_row(const RopeKvWriteArgs& a, std::int64_t r, Row x, const NormS
   if (a.norm_after_rope == 0) normalise();
   for (std::size_t begin = 0; begin < x.size(); begin += dim) rope_head(a, position, &x[begin]);
   if (a.norm_after_rope != 0) normalise();
-  if (scaled) {
-    for (double& v : x) v = rounded(dtype, v * at(a.position_scale, position));
+  if (with_scale) {
+    for (double& v : x) v = scaled(dtype, v, at(a.position_scale, position));
   }
   return x;
 }

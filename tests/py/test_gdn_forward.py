@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 import families
 from harness import ERROR_RATIO, FP32_TOLERANCE
-from segki import _segki, gdn
+from segki import gdn
 from segki.detect import detect
 from segki.packed import packing_notes, sequence_starts, spans_of
 from segki.plan import GdnPlan
@@ -249,7 +249,6 @@ def test_packed_rows_of_a_batch(both: Both) -> None:
 @each_family
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_cache_gets_the_last_sequence(both: Both, gradients: bool) -> None:
-    ids = families.prompt(1, sum(LENGTHS))
     name = next(iter(plans_of(both.original)))
     layer = both.original.get_submodule(name).layer_idx
     x = torch.randn(1, 20, both.original.config.hidden_size)
@@ -259,7 +258,6 @@ def test_a_cache_gets_the_last_sequence(both: Both, gradients: bool) -> None:
         want = both.original.get_submodule(name)(x[:, 18:], cache=caches[1])
     assert_near(got[:, 18:].detach(), want.detach())
     assert_same_states(*caches, [layer])
-    assert ids.shape[1] > 0
 
 
 def test_spans() -> None:
@@ -371,4 +369,3 @@ def test_sequences_outside_of_the_tokens_are_refused() -> None:
     block = gdn.Block(model.get_submodule(name), name, plan)
     with torch.no_grad(), pytest.raises(ValueError, match="'begins'"):
         block.run(torch.randn(1, 5, model.config.hidden_size), [[(0, 6)]], None)
-    assert _segki.backend("cpu").name == "cpu"

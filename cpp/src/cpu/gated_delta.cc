@@ -5,7 +5,6 @@
 #include "hwy/foreach_target.h"
 // After foreach_target.h
 #include "cpu/gated_delta-inl.h"
-#include "hwy/cache_control.h"
 
 #ifndef SEGKI_CPU_GATED_DELTA_SHARED_
 #define SEGKI_CPU_GATED_DELTA_SHARED_
@@ -34,13 +33,11 @@ constexpr int kWide = 4;
 
 // Columns [0, N * kLanes) of a state [Dk, `stride`], the last vector holding `last` of them:
 // S = S * decay + k (beta (v - decay S^T k))^T, o = S^T q. The state comes from memory in the first
-// pass and from cache in the second, which asks for the same columns of the head after this one
-// meanwhile: memory would be idle otherwise.
+// pass and from cache in the second.
 template <int N>
 HWY_INLINE void advance_columns(float* HWY_RESTRICT state, std::int64_t stride, std::int64_t rows,
                                 std::int64_t last, const Gates& gates, const float* q,
                                 const float* k, const float* v, float* HWY_RESTRICT o) {
-  constexpr std::int64_t kLine = 64 / sizeof(float);
   const VF decay = set(gates.decay);
   const auto left = [last](int i) { return i + 1 < N ? kLanes : last; };
   VF sums[N];
@@ -60,8 +57,6 @@ HWY_INLINE void advance_columns(float* HWY_RESTRICT state, std::int64_t stride, 
   }
   for (std::int64_t r = 0; r < rows; ++r) {
     float* row = state + r * stride;
-    const float* ahead = row + rows * stride;  // may lie past the states
-    for (std::int64_t c = 0; c < N * kLanes; c += kLine) hwy::Prefetch(ahead + c);
     const VF key = set(k[r]);
     const VF query = set(q[r]);
     for (int i = 0; i < N; ++i) {

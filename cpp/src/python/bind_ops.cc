@@ -330,7 +330,14 @@ void bind_ops(nb::module_& module) {
   def_op<ArgmaxArgs>(module, "argmax", &argmax);
   def_op<SelectTokenArgs>(module, "select_token", &select_token);
   def_op<GatedDeltaArgs>(module, "gated_delta", &gated_delta);
-  def_op<GatedDeltaPrefillArgs>(module, "gated_delta_prefill", &gated_delta_prefill);
+  // A prompt takes milliseconds: other Python threads go on meanwhile.
+  module.def(
+      "gated_delta_prefill",
+      [](const Backend& backend, const GatedDeltaPrefillArgs& args) {
+        nb::gil_scoped_release unlocked;
+        gated_delta_prefill(backend, args);
+      },
+      nb::arg("backend"), nb::arg("args"));
   def_op<RouterArgs>(module, "route_experts", &route_experts);
   def_op<ExpertGatedProjectionArgs>(module, "expert_gated_projection", &expert_gated_projection);
   def_op<ExpertProjectionArgs>(module, "expert_projection", &expert_projection);
