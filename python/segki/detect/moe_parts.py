@@ -75,7 +75,7 @@ def find_experts(module: nn.Module) -> Experts | None:
 
 def is_moe_shaped(module: nn.Module) -> bool:
     """Experts, and beside them a matrix with one row an expert; the innermost module that has both."""
-    return _has_moe(module) and not any(_has_moe(child) for child in module.children())
+    return _has_moe(module) and not any(_has_moe(inner) for inner in module.modules() if inner is not module)
 
 
 def _has_moe(module: nn.Module) -> bool:
