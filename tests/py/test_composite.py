@@ -11,6 +11,8 @@ import torch
 import families
 import segki
 from generation import GREEDY, Pair
+from segki import reference
+from segki.detect import detect
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "Qwen3_5ForConditionalGeneration"):
@@ -19,8 +21,8 @@ if not hasattr(transformers, "Qwen3_5ForConditionalGeneration"):
 IMAGE, START, END = 250, 252, 253
 
 
-def build() -> Any:
-    """A tiny Qwen3.5 with a vision tower that has more parameters and blocks than the text tower."""
+def build(experts: bool = False) -> Any:
+    """A tiny Qwen3.5, dense or with experts, with a vision tower that has more parameters and blocks than the text tower."""
     text = {
         "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
@@ -34,12 +36,16 @@ def build() -> Any:
         "depth": 6, "hidden_size": 128, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 64, "patch_size": 4,
         "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64,
     }  # fmt: skip
-    config = transformers.Qwen3_5Config(
+    if experts:
+        text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
+    kind = transformers.Qwen3_5MoeConfig if experts else transformers.Qwen3_5Config
+    config = kind(
         text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=251, vision_start_token_id=START,
         vision_end_token_id=END,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    own = transformers.Qwen3_5MoeForConditionalGeneration if experts else transformers.Qwen3_5ForConditionalGeneration
+    model = own(config).eval()
     families.spread(model, 0)
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
@@ -134,3 +140,73 @@ def test_a_parameter_that_text_depends_on_is_not_overlooked() -> None:
     model.register_parameter("temper", torch.nn.Parameter(torch.ones(2)))
     report = segki.inject(model)
     assert report.rung == 4 and "temper" in report.reasons[0]
+
+
+# ------------------------------------------------------------------------------------------------- detection of the text tower
+
+
+def logits_error(model: Any) -> float:
+    """Largest difference between the logits of the detected plan and of the model, over the largest logit."""
+    plan = detect(model).plan
+    assert plan is not None
+    assert all(layer.module.startswith("model.language_model.layers.") for layer in plan.layers)
+    ids = families.prompt(2, 21).clamp(max=240)
+    with torch.no_grad():
+        want = model(input_ids=ids).logits.float()
+    got = reference.forward(model, plan, ids).float()
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_a_plan_of_the_text_tower(experts: bool) -> None:
+    assert logits_error(build(experts)) < 1e-4
+
+
+def test_a_hooked_vision_tower_does_not_matter() -> None:
+    model, seen = build(), []
+    model.model.visual.register_forward_pre_hook(lambda *_: seen.append("before"))
+    model.model.visual.blocks[2].register_forward_hook(lambda *_: seen.append("after"))
+    hooks = [[*m._forward_pre_hooks, *m._forward_hooks] for m in model.modules()]
+    assert logits_error(model) < 1e-4
+    assert not seen
+    assert hooks == [[*m._forward_pre_hooks, *m._forward_hooks] for m in model.modules()]
+
+
+def test_an_unusual_vision_tower_does_not_matter() -> None:
+    """In another dtype, with packed weights, patched, with dropout in training mode."""
+    model = build()
+    model.model.language_model.to(torch.bfloat16)
+    model.lm_head.to(torch.bfloat16)
+    visual = model.model.visual
+    visual.register_parameter("packed", torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False))
+    visual.blocks[1].forward = visual.blocks[1].forward
+    visual.blocks[0].add_module("dropout", torch.nn.Dropout(0.5))
+    visual.train()
+    assert logits_error(model) < 4e-2
+
+
+@pytest.mark.parametrize("place", ["model", "model.language_model", "model.language_model.layers.1.mlp", "lm_head"])
+def test_a_hook_on_the_way_of_text_matters(place: str) -> None:
+    model, seen = build(), []
+    model.get_submodule(place).register_forward_hook(lambda *_: seen.append("after"))
+    detection = detect(model)
+    assert detection.plan is None and detection.reasons == (f"{place} has forward hooks",)
+    assert not seen
+
+
+def test_a_hooked_module_that_text_passes_through_is_found_without_calling_its_hook() -> None:
+    model, seen = build(), []
+
+    class Through(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            answer = super().forward(*args, **kwargs)
+            answer.logits = self.last(answer.logits)
+            return answer
+
+    model.__class__ = Through
+    model.add_module("last", torch.nn.Identity())
+    assert detect(model).plan is not None
+    model.last.register_forward_hook(lambda *_: seen.append("after"))
+    detection = detect(model)
+    assert detection.plan is None and "last has forward hooks, and text passes through it" in detection.reasons[0]
+    assert not seen

@@ -326,10 +326,6 @@ RULES: dict[str, tuple[Rule, dict[str, Any]]] = {
         Rule("sigmoid", correction="buffer", groups=4, by_max=True),
         {"score": "sigmoid", "normalise": True, "bias": True, "groups": 4, "group_top_k": 2, "group_by_max": True},
     ),
-    "masked-with-zero": (
-        Rule("sigmoid", correction="buffer", groups=4, fill=0.0),
-        {"score": "sigmoid", "normalise": True, "bias": True, "groups": 4, "group_top_k": 2, "mask_with_zero": True},
-    ),
 }
 
 

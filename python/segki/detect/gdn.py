@@ -22,6 +22,8 @@ from segki.plan import Activation, GdnPlan, HeadView, NormPlan, ParamRef
 PRECISE = 2e-4  # fp32 probes; the model may compute in chunks
 TINY = 3e-3  # q and k whose squares sum up to the order of the L2 norm's epsilon show it
 LARGE = 12.0
+HUGE = 1e3  # shows clamps
+ALIKE = 0.9  # share of the values of a half-precision run that must agree bit for bit
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu_erf", "relu", "relu2")
 
 
@@ -38,9 +40,10 @@ class Parts:
 
 @dataclass
 class Probe:
-    """One fp32 run of the block on random input."""
+    """One run of the block on random input."""
 
     projected: list[Tensor]
+    x: Tensor
     core: Tensor  # output of the delta rule, [1, T, Hv, Dv]
     gate: Tensor  # the norm's second argument, of the same shape
     mixed: Tensor  # what the output projection was given
@@ -62,25 +65,32 @@ class Roles:
 
 
 def is_gdn_shaped(module: nn.Module) -> bool:
-    """A depthwise convolution and two vectors of one size, beside linear layers."""
-    own = [p for p in module.parameters(recurse=False)]
-    convs = [m for m in module.children() if isinstance(m, nn.Conv1d)]
-    return (
-        len(convs) == 1
-        and convs[0].groups == convs[0].in_channels == convs[0].out_channels
-        and len(own) == 2
-        and all(p.dim() == 1 and p.shape == own[0].shape for p in own)
-        and any(is_linear(m) for m in module.children())
-    )
+    """A convolution beside linear layers: linear attention, a state-space model or their like; `find_parts` says which are known."""
+    return any(isinstance(m, nn.Conv1d) for m in module.children()) and any(is_linear(m) for m in module.children())
 
 
 def find_parts(ctx: Context, call: Call) -> Parts:
-    """Sort the submodules of a block by what they are connected to."""
+    """Sort the submodules of a block by what they are connected to.
+
+    Raises
+    ------
+    Unknown
+        If the block's own parameters and submodules are not those of a GatedDeltaNet block.
+    """
+    own = dict(call.module.named_parameters(recurse=False))
+    if len(own) != 2 or any(p.dim() != 1 or p.shape != next(iter(own.values())).shape for p in own.values()):
+        shapes = ", ".join(f"{name} {list(p.shape)}" for name, p in own.items()) or "none"
+        raise Unknown(f"{call.name}: own parameters {shapes}; a GatedDeltaNet block has two vectors with a number a head")
+    buffer = next((name for name, value in call.module.named_buffers(prefix=call.name) if value.is_floating_point()), None)
+    if buffer is not None:
+        raise Unknown(f"{buffer}: a buffer inside of a linear-attention block is not known")
     projections, outs, norms, convs = [], [], [], []
     for name, module in call.module.named_modules(prefix=call.name):
         if name == call.name:
             continue
         if isinstance(module, nn.Conv1d):
+            if not module.groups == module.in_channels == module.out_channels:
+                raise Unknown(f"{name}: a convolution that mixes channels is not known")
             convs.append((name, module))
             continue
         inner = ctx.trace.only(name)
@@ -107,21 +117,35 @@ def find_parts(ctx: Context, call: Call) -> Parts:
     return Parts(projections, outs[0], convs[0], norms[0], (vectors[0], vectors[1]))
 
 
-def run_probe(ctx: Context, call: Call, parts: Parts, x: Tensor) -> Probe:
-    """Run the block in fp32 with perturbed parameters and record what went through it."""
-    local = perturbed(ctx, call.module, torch.float32, matrices=True)
+def run_probe(ctx: Context, call: Call, parts: Parts, x: Tensor, gain: float = 1.0) -> Probe:
+    """Run the block in the dtype of `x` with perturbed parameters and record what went through it.
+
+    `gain` is a factor of the biases: with theirs left as they are, tiny inputs would not make tiny keys.
+
+    Raises
+    ------
+    Unknown
+        If something lies between the block's input and its projections, or between the output projection and the block's output.
+    """
+    local = perturbed(ctx, call.module, x.dtype, gain=gain, matrices=True)
+    for name in parts.vectors:  # redrawn: a model whose states fade at once, or never, hides how they fade
+        own = name.removeprefix(f"{call.name}.")
+        local[own] = (0.7 * ctx.randn(*local[own].shape) - 0.5).to(local[own].dtype)
     args, kwargs = call.with_input(x)
     with recording(call.module, prefix=call.name) as trace:
         functional_call(call.module, local, args, kwargs)
+    if not all(same(trace.by_name[c.name][0].x, x) for c in parts.projections):
+        raise Unknown(f"{call.name}: its projections do not read its input as it is")
     core, gate = _two_tensors(trace, parts.norm.name)
-    tokens, mixed = x.shape[1], trace.by_name[parts.out.name][0].x
-    assert mixed is not None
-    dim = core.shape[-1]
+    out, tokens, dim = trace.by_name[parts.out.name][0], x.shape[1], core.shape[-1]
+    if out.x is None or not same(out.y, trace.by_name[call.name][0].y):
+        raise Unknown(f"{parts.out.name}: its output is not the block's as it is")
     return Probe(
         [value for c in parts.projections if (value := trace.by_name[c.name][0].y) is not None],
+        x,
         core.reshape(1, tokens, -1, dim),
         gate.reshape(1, tokens, -1, dim),
-        mixed.reshape(1, tokens, -1),
+        out.x.reshape(1, tokens, -1),
         {f"{call.name}.{name}": value for name, value in local.items()},
     )
 
@@ -228,14 +252,39 @@ def detect_gdn(ctx: Context, call: Call) -> GdnPlan:
         size = 1.0 / max(max(float(p.std()) for p in probe.projected), 1e-6)
         probe = run_probe(ctx, call, parts, base * size)
         plan = _search(ctx, call, parts, probe)
-        plan = _epsilon(ctx, call, plan, run_probe(ctx, call, parts, base * (size * TINY)))
-        large = run_probe(ctx, call, parts, base * (size * LARGE))
-        error = max_error(core(ctx, plan, large), large.core)
-        if error > 10 * PRECISE:
-            raise Unknown(f"{call.name}: with large inputs its delta rule differs by {error:.1e} of the largest value")
-        return replace(plan, norm=_norm(ctx, call, parts, plan, probe))
+        tiny = run_probe(ctx, call, parts, base * (size * TINY), TINY)
+        plan = _epsilon(ctx, call, plan, tiny)
+        plan = replace(plan, norm=_norm(ctx, call, parts, plan, probe))
+        large, huge = (run_probe(ctx, call, parts, base * (size * factor)) for factor in (LARGE, HUGE))
+        _confirm(ctx, call, plan, [probe, tiny, large, huge])
+        if ctx.dtype != torch.float32:
+            _confirm_rounding(ctx, call, plan, run_probe(ctx, call, parts, (base * size).to(ctx.dtype)))
+        return plan
     except FORWARD_ERRORS as error:
         raise Unknown(f"{call.name}: probing failed: {type(error).__name__}: {error}") from error
+
+
+def _confirm(ctx: Context, call: Call, plan: GdnPlan, probes: Sequence[Probe]) -> None:
+    """Compare the delta rule on large inputs, on huge ones for the first token alone, and what is given to the output on all."""
+    large, huge = probes[-2:]
+    error = max_error(core(ctx, plan, large), large.core)
+    if error > 10 * PRECISE:
+        raise Unknown(f"{call.name}: with large inputs its delta rule differs by {error:.1e} of the largest value")
+    error = max_error(core(ctx, plan, huge)[:, 0], huge.core[:, 0])
+    if error > PRECISE:
+        raise Unknown(f"{call.name}: with huge inputs its delta rule differs by {error:.1e} of the largest value (a clamp?)")
+    for probe in probes:
+        mixed = reference_hybrid.gated_norm(plan, ctx.lookup(probe.overrides), probe.core, probe.gate).flatten(2)
+        error = max_error(mixed, probe.mixed)
+        if error > PRECISE / 10:
+            raise Unknown(f"{call.name}: what its output projection reads differs by {error:.1e} from the gated norm's output")
+
+
+def _confirm_rounding(ctx: Context, call: Call, plan: GdnPlan, probe: Probe) -> None:
+    """In half precision nearly every value must come out the same: whatever else the block rounds shows."""
+    share = equal_share(core(ctx, plan, probe), probe.core)
+    if share < ALIKE:
+        raise Unknown(f"{call.name}: in {ctx.dtype} only {share:.0%} of its delta rule's values are the expected ones")
 
 
 def core(ctx: Context, plan: GdnPlan, probe: Probe) -> Tensor:
@@ -266,7 +315,8 @@ def _gate(plan: GdnPlan, probe: Probe) -> Tensor:
 
 def _epsilon(ctx: Context, call: Call, plan: GdnPlan, probe: Probe) -> GdnPlan:
     """The L2 norm's epsilon."""
-    options = dict.fromkeys([plan.l2_eps, *(v for _, v in ctx.numbers(call.module) if 0 < v <= 1e-2), 1e-5, 1e-12, 0.0])
+    named = [v for _, v in ctx.numbers(call.module) if 0 < v <= 1e-2]
+    options = dict.fromkeys([plan.l2_eps, *named, 1e-5, 1e-12, 1e-24])  # the last is F.normalize's, squared
     plans = [replace(plan, l2_eps=eps) for eps in options]
     errors = [max_error(core(ctx, option, probe), probe.core) for option in plans]
     best = min(range(len(plans)), key=lambda i: errors[i])
@@ -313,4 +363,6 @@ def _norm(ctx: Context, call: Call, parts: Parts, plan: GdnPlan, probe: Probe) -
     shares = [
         equal_share(reference_hybrid.gated_norm(c, ctx.lookup(overrides), value, gate.to(ctx.half)), want) for c in casts
     ]
+    if ctx.dtype != torch.float32 and max(shares) < ALIKE:
+        raise Unknown(f"{name}: in {ctx.dtype} it rounds in a way that is not known")
     return casts[0].norm if shares[0] > shares[1] else casts[1].norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from typing import Any, cast
 
 import torch
@@ -94,14 +94,16 @@ def module_problem(name: str, module: nn.Module) -> str | None:
     return None
 
 
-def segment_problem(prefix: str, module: nn.Module, *, mixed: bool = False) -> str | None:
+def segment_problem(prefix: str, module: nn.Module, *, mixed: bool = False, skip: Container[str] = ()) -> str | None:
     """First problem of a module and everything below it, one dtype and device included.
 
     With `mixed`, float32 parameters may stand beside half-precision ones: some models keep gates and routers so, and a plan says
-    where that is known.
+    where that is known. Modules named in `skip` do not count.
     """
     kinds: dict[tuple[torch.dtype, torch.device], str] = {}
     for name, child in module.named_modules(prefix=prefix):
+        if name in skip:
+            continue
         problem = module_problem(name, child)
         if problem:
             return problem

@@ -19,9 +19,9 @@ from segki.detect.mlp import detect_mlp, has_fused_input, is_mlp_shaped
 from segki.detect.moe import moe_plan
 from segki.detect.moe_parts import is_moe_shaped
 from segki.detect.numeric import Unknown
-from segki.detect.resolve import renamed, resolve
+from segki.detect.resolve import renamed, resolve, text_parameter
 from segki.detect.ropes import rope_source
-from segki.detect.run import Run, decoder, layer_calls, preserved, run_once
+from segki.detect.run import Run, beside, decoder, layer_calls, preserved, run_once, sealed
 from segki.detect.trace import FORWARD_ERRORS, Call
 from segki.detect.windows import layer_windows
 from segki.plan import Detection, LayerPlan, MlpPlan, ModelPlan, MoePlan, ParamRef, Segment
@@ -53,14 +53,20 @@ def detect(model: nn.Module) -> Detection:
 def _detect(model: nn.Module) -> Detection:
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "get_output_embeddings"):
         return Detection(None, (), (f"model: {type(model).__name__} is no transformers language model",))
-    first = next(model.parameters(), None)
-    if first is None or any(p.is_meta for p in model.parameters()):
+    if next(model.parameters(), None) is None or any(p.is_meta for p in model.parameters()):
         return Detection(None, (), ("model: it has no parameters, or some are on the meta device",))
-    problem = segment_problem("", model, mixed=True)
-    if problem is not None and any(hooked(module) for module in model.modules()):
+    aside = beside(model)
+    problem = segment_problem("", model, mixed=True, skip=aside)
+    if problem is not None and any(hooked(module) for name, module in model.named_modules() if name not in aside):
         return Detection(None, (), (problem,))  # running the model would call somebody's hooks
+    with sealed(model, aside):
+        return _detect_run(model, problem)
+
+
+def _detect_run(model: nn.Module, problem: str | None) -> Detection:
+    """Detection by running the model; with a `problem` its segments alone."""
     try:
-        run = run_once(model, first)
+        run = run_once(model, text_parameter(model))
     except Unknown as error:
         return Detection(None, (), (problem or str(error),))
     segments = _segments(run.ctx)
@@ -138,28 +144,30 @@ def _check_claims(ctx: Context, plan: ModelPlan) -> None:
     """
     claimed = {id(ctx.model.get_parameter(name)) for name in _refs(plan) if _is_parameter(ctx.model, name)}
     name, _ = decoder(ctx.model)
-    beside = []
+    outside = []
     for own, parameter in ctx.model.named_parameters():
         if id(parameter) in claimed:
             continue
         if not name or own.startswith(f"{name}."):
             raise Unknown(f"parameter {own} is not explained")
-        beside.append(own)
-    if beside and not _without(ctx, beside):
-        raise Unknown(f"parameters beside the language model are not explained: {beside[0]}")
+        outside.append(own)
+    if outside and not _without(ctx, outside):
+        raise Unknown(f"parameters beside the language model are not explained: {outside[0]}")
 
 
 def _without(ctx: Context, names: list[str]) -> bool:
-    """Whether a text-only forward does without these parameters: NaN in their place does not show."""
+    """Whether a text-only forward does without these parameters: NaN in their place (another number in packed ones) does not show."""
     spoilt = {}
     for name in names:
         own = ctx.model.get_parameter(name)
-        spoilt[name] = torch.full((1,), math.nan, dtype=own.dtype, device=own.device).expand(own.shape)
+        value = math.nan if own.is_floating_point() else 1
+        spoilt[name] = torch.full((1,), value, dtype=own.dtype, device=own.device).expand(own.shape)
+    given = {"input_ids": ctx.ids, "use_cache": False}
     try:
-        answer = functional_call(ctx.model, spoilt, (), {"input_ids": ctx.ids, "use_cache": False})
+        answer = functional_call(ctx.model, spoilt, (), given)
+        return torch.equal(answer.logits, ctx.model(**given).logits)  # NaN equals nothing
     except FORWARD_ERRORS:
         return False
-    return bool(torch.isfinite(answer.logits).all())
 
 
 def _check_dtypes(ctx: Context, plan: ModelPlan) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from segki.detect.trace import FORWARD_ERRORS
 from segki.plan import ParamRef, RopePlan
 
 
@@ -60,6 +61,35 @@ def split_table(first: Tensor, second: Tensor, head_dim: int | None = None) -> t
     return first, second
 
 
+def text_parameter(model: nn.Module) -> Tensor:
+    """The parameter that says which dtype and device text is computed in: the embedding's weight, else the first one."""
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore[operator]
+    weight = getattr(embedding, "weight", None)
+    return weight if isinstance(weight, nn.Parameter) else next(model.parameters())
+
+
+def _rotary_values(model: nn.Module, rope: RopePlan, rows: int) -> tuple[Tensor, Tensor]:
+    """What the rotary module gives for positions 0..rows-1, `[rows, n]` each.
+
+    Multimodal modules may insist on three positions a token, `[3, 1, rows]`; those of text are all alike.
+    """
+    module, first = model.get_submodule(rope.source), text_parameter(model)
+    x = torch.zeros(1, 1, rope.rotary_dim, dtype=first.dtype, device=first.device)
+    ids = torch.arange(rows, device=first.device)
+    extra = () if rope.layer_type is None else (rope.layer_type,)
+    problem = "tables of another shape"
+    for shape in ((1, rows), (3, 1, rows)):
+        try:
+            out = module(x, ids.expand(shape), *extra)
+            values = [t.reshape(-1, rows, t.shape[-1]) for t in out]
+        except FORWARD_ERRORS as error:
+            problem = f"{type(error).__name__}: {error}"
+            continue
+        if len(values) == 2 and all(torch.equal(t, t[:1].expand_as(t)) for t in values):
+            return values[0][0], values[1][0]
+    raise ValueError(f"rope: {rope.source!r} gives no table for {rows} positions ({problem})")
+
+
 @torch.no_grad()
 def rope_table(model: nn.Module, rope: RopePlan, positions: int) -> tuple[Tensor, Tensor]:
     """The (cos, sin) that the model's forward multiplies with, for positions 0 to `positions` - 1.
@@ -86,12 +116,7 @@ def rope_table(model: nn.Module, rope: RopePlan, positions: int) -> tuple[Tensor
         sin, cos = buffer[:rows].chunk(2, -1)
         halves = split_table(cos, sin)
     else:
-        module = model.get_submodule(rope.source)
-        first = next(p for p in model.parameters())
-        x = torch.zeros(1, 1, rope.rotary_dim, dtype=first.dtype, device=first.device)
-        ids = torch.arange(rows, device=first.device)[None]
-        out = module(x, ids) if rope.layer_type is None else module(x, ids, rope.layer_type)
-        halves = split_table(out[0].reshape(rows, -1), out[1].reshape(rows, -1))
+        halves = split_table(*_rotary_values(model, rope, rows))
     if halves is None or halves[0].shape[-1] * 2 != rope.rotary_dim:
         raise ValueError(f"rope: {rope.source!r} gives no table of {rope.rotary_dim} rotary dimensions")
     cos, sin = (t[:positions].float().cpu().contiguous() for t in halves)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from segki.detect.context import Context, is_container
 from segki.detect.ends import Logits
-from segki.detect.guard import is_linear
+from segki.detect.guard import is_linear, module_problem
 from segki.detect.moe_parts import is_moe_shaped
 from segki.detect.numeric import Unknown, config_numbers
 from segki.detect.trace import FORWARD_ERRORS, Call, recording
@@ -46,6 +46,32 @@ def preserved(model: nn.Module) -> Iterator[None]:
                         del now[name]
                     for name in [name for name in then if now.get(name, then) is not then[name]]:
                         now[name] = then[name]
+
+
+@contextmanager
+def sealed(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """While open, those of the named modules that are hooked, patched or otherwise not their class's own raise when called.
+
+    They may stay as they are as long as nobody calls them, and nobody's hook runs in order to find out.
+    """
+    handles = []
+    try:
+        for name in names:
+            module = model.get_submodule(name)
+            problem = module_problem(name, module)
+            if problem is not None:
+                handles.append(module.register_forward_pre_hook(_refusal(problem), prepend=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _refusal(problem: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        raise RuntimeError(f"{problem}, and text passes through it")
+
+    return hook
 
 
 @dataclass
@@ -126,6 +152,16 @@ def decoder(model: nn.Module) -> tuple[str, nn.Module]:
     found = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
     name = next((n for n, m in model.named_modules() if m is found), "")
     return (name, model.get_submodule(name)) if name else ("", model)
+
+
+def beside(model: nn.Module) -> set[str]:
+    """Names of the modules beside the language model, its embedding and its head: the vision tower of a composite."""
+    name, language = decoder(model)
+    if not name:
+        return set()
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    needed = {id(m) for root in (language, *ends) if isinstance(root, nn.Module) for m in root.modules()}
+    return {n for n, m in model.named_modules() if id(m) not in needed and not f"{name}.".startswith(f"{n}." if n else "")}
 
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
