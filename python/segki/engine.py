@@ -96,9 +96,10 @@ class Engine:
         limit = self.max_positions
         if limit is not None and tokens > limit:
             raise ValueError(f"tokens: given {tokens} a row, accepted up to {limit} (positions of this model)")
-        if self.cache is None or self.cache.rows < rows or self.cache.max_len < tokens:
-            self._grow(rows, tokens)
-        step = self._steps.pop(rows, None) or self._build(rows)
+        with torch.inference_mode(False):  # what is made here serves calls outside of an inference mode, too
+            if self.cache is None or self.cache.rows < rows or self.cache.max_len < tokens:
+                self._grow(rows, tokens)
+            step = self._steps.pop(rows, None) or self._build(rows)
         while len(self._steps) >= KEPT_STEPS:
             del self._steps[next(iter(self._steps))]
         self._steps[rows] = step  # the last one is the most recently used

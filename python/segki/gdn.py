@@ -87,6 +87,8 @@ def places_of(x: Tensor, kwargs: Mapping[str, Any], spans: Spans | None, block: 
     # The block runs over pads with zeros for hidden states, which moves a past; and it moves an empty one where there are biases.
     if past or spans is not None or block.biased or mask.shape != (rows, tokens):
         return None
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        return None  # the block multiplies with it
     counts = (mask != 0).sum(-1).tolist()
     places = [[(tokens - int(count), tokens)] for count in counts]
     left = torch.arange(tokens, device=mask.device) >= torch.tensor([[place[0][0]] for place in places], device=mask.device)

@@ -8,6 +8,7 @@ the log, so that signature, results and errors stay those of transformers.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -262,10 +263,13 @@ def decode(
     return GenerateDecoderOnlyOutput(**values)
 
 
-def decoding_method(ready: Callable[[], Engine], log: Callable[[str], None], streamer: Any) -> Callable[..., Any]:
+def decoding_method(
+    ready: Callable[[], Engine], log: Callable[[str], None], streamer: Any, turn: threading.Lock
+) -> Callable[..., Any]:
     """What `generate` calls instead of `_sample`; requests that the native step cannot serve go to the model's own method.
 
-    `ready` gives the engine, checked against the model as it is now, or raises `Decline`.
+    `ready` gives the engine, checked against the model as it is now, or raises `Decline`. `turn` is held while the native step runs: its
+    cache and buffers serve one generation at a time, a second one (another thread, or a streamer that generates) is the model's own.
     """
 
     def native_decode(
@@ -277,12 +281,17 @@ def decoding_method(ready: Callable[[], Engine], log: Callable[[str], None], str
         **inputs: Any,
     ) -> Any:
         mode = generation_config.get_generation_mode()
+        mine = turn.acquire(blocking=False)
         try:
+            if not mine:
+                raise Decline("another generation runs on this model at the moment")
             if mode.name != "GREEDY_SEARCH":
                 raise Decline(f"{mode.value} is left to the model's own generate")
             engine = ready()
             request = plan_request(engine, model, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
         except Decline as reason:
+            if mine:
+                turn.release()
             log(str(reason))
             own = getattr(type(model), GENERATION_MODES_MAPPING[mode])
             return own(
@@ -294,7 +303,14 @@ def decoding_method(ready: Callable[[], Engine], log: Callable[[str], None], str
                 **({} if streamer is None else {"streamer": streamer}),
                 **inputs,
             )
-        return decode(engine, model, input_ids, request, logits_processor, generation_config, streamer, inputs)
+        except BaseException:
+            if mine:
+                turn.release()
+            raise
+        try:
+            return decode(engine, model, input_ids, request, logits_processor, generation_config, streamer, inputs)
+        finally:
+            turn.release()
 
     return native_decode
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,8 @@ from segki.watch import Watch
 
 logger = logging.getLogger("segki")
 
+EJECT_WAIT = 30.0  # seconds
+
 
 class Injection:
     """What is bound to one model; lives in the model's rebound `generate`."""
@@ -36,6 +39,7 @@ class Injection:
         self.rebound: list[Rebound] = []  # generate
         self.forwards: list[Rebound] = []  # of blocks whose prompt form is native too
         self.engine: Engine | None = None
+        self.turn = threading.Lock()
         self.report = self.bind()
 
     def bind(self) -> Report:
@@ -176,7 +180,7 @@ def rebound_generate(model: nn.Module, injection: Injection) -> Any:
         if reason is not None:
             injection.fall_back(reason)
             return own(model, inputs, generation_config, *args, **kwargs)
-        method = decoding_method(injection.ready, injection.fall_back, kwargs.get("streamer"))
+        method = decoding_method(injection.ready, injection.fall_back, kwargs.get("streamer"), injection.turn)
         kwargs.pop("custom_generate", None)
         return own(model, inputs, generation_config, custom_generate=method, **kwargs)
 
@@ -190,15 +194,22 @@ def eject(model: nn.Module) -> None:
     ------
     ValueError
         If the model is not injected.
+    RuntimeError
+        If a generation is running on it and does not end.
     """
     injection = injection_of(model)
     if injection is None:
         if clear_copies(model):  # a copy of an injected model
             return
         raise ValueError(f"model: this {type(model).__name__} is not injected")
-    for rebound in reversed(injection.rebound):
-        rebound.remove()
-    injection.unbind()
+    if not injection.turn.acquire(timeout=EJECT_WAIT):  # a generation of another thread ends first
+        raise RuntimeError(f"eject: a generation still runs on this model after {EJECT_WAIT} s")
+    try:
+        for rebound in reversed(injection.rebound):
+            rebound.remove()
+        injection.unbind()
+    finally:
+        injection.turn.release()
 
 
 @contextlib.contextmanager

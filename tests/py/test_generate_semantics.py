@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -586,3 +587,43 @@ def test_given_position_ids(model: str, case: str) -> None:
     if case == "with a jump":
         plain = pair.original.generate(ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
         assert (output.logits[3] - plain.logits[3]).abs().max() > 1e-3, "positions matter"
+
+
+# ------------------------------------------------------------------------------------------------- one generation at a time
+
+
+def test_threads_on_one_model(shared: Pair) -> None:
+    prompts = [families.prompt(1, 5 + i, seed=i) for i in range(4)]
+    wanted = [shared.original.generate(ids, **GREEDY) for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            got = list(pool.map(lambda ids: shared.model.generate(ids, **GREEDY), prompts))
+            assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+def test_a_streamer_that_generates(shared: Pair) -> None:
+    class Nested:
+        def __init__(self, model: Any) -> None:
+            self.model, self.got = model, []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.got.append(value.tolist())
+            self.got.append(self.model.generate(families.prompt(1, 4, seed=9), **GREEDY).tolist())
+
+        def end(self) -> None:
+            pass
+
+    streamers = [Nested(model) for model in (shared.original, shared.model)]
+    for streamer in streamers:
+        streamer.model.generate(families.prompt(1, 6), streamer=streamer, **GREEDY)
+    assert streamers[0].got == streamers[1].got
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_5_text"])
+def test_inference_mode_first_and_none_later(case: str) -> None:
+    pair = new_pair(case)
+    with torch.inference_mode():
+        pair.check(families.prompt(1, 5), **GREEDY)
+    pair.check(families.prompt(1, 5), **GREEDY)
+    with torch.no_grad():
+        pair.check(families.prompt(2, 7), **GREEDY)
