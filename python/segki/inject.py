@@ -19,7 +19,7 @@ from segki.detect.run import preserved
 from segki.engine import Engine
 from segki.gdn import rebind_gdn
 from segki.generate import Decline, decoding_method, own_mode
-from segki.plan import Detection, has_linear_state
+from segki.plan import Detection, ModelPlan, has_linear_state
 from segki.probe import native_problem
 from segki.rebind import Rebound, clear_copies
 from segki.report import Report, SegmentReport
@@ -139,6 +139,10 @@ def native_engine(model: nn.Module, detection: Detection) -> tuple[Engine | None
     """The native step of a detected model, tried against the model's own forward; or the reasons why there is none."""
     if detection.plan is None:
         return None, list(detection.reasons) or ["the model's structure is not known"]
+    for index, name in enumerate(cached_modules(detection.plan)):
+        own = getattr(model.get_submodule(name), "layer_idx", None)
+        if isinstance(own, int) and own != index:
+            return None, [f"{name} keeps its past in cache layer {own}, its place is {index} (layers were removed or moved)"]
     if has_linear_state(detection.plan) and not linear_layers_exist():
         return None, ["this transformers has no cache layers for linear attention; they came with 5.0"]
     device = next(model.parameters()).device
@@ -149,6 +153,12 @@ def native_engine(model: nn.Module, detection: Detection) -> tuple[Engine | None
         problem = native_problem(model, engine)
     engine.release()
     return (engine, []) if problem is None else (None, [problem])
+
+
+def cached_modules(plan: ModelPlan) -> list[str]:
+    """Names of the blocks that keep something between steps, in the order of their cache layers."""
+    nodes = [node for layer in plan.layers for node in layer.nodes]
+    return [node.module for node in nodes if (node.attention or node.gdn) and node.module is not None]
 
 
 def make_report(model: nn.Module, detection: Detection, engine: Engine | None, reasons: list[str]) -> Report:

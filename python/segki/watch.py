@@ -32,9 +32,9 @@ class Watch:
         ]
 
     @staticmethod
-    def _facts(module: nn.Module) -> list[tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device] | None]:
+    def _facts(module: nn.Module) -> list[tuple[type, torch.dtype, torch.Size, tuple[int, ...], torch.device] | None]:
         return [
-            None if p is None else (p.dtype, p.shape, p.stride(), p.device) for p in module._parameters.values()
+            None if p is None else (type(p), p.dtype, p.shape, p.stride(), p.device) for p in module._parameters.values()
         ]
 
     def change(self, model: nn.Module) -> str | None:
@@ -46,7 +46,7 @@ class Watch:
             if module is not bound or type(module) is not kind:
                 return f"a {kind.__name__} has become a {type(module).__name__}"
             if module._parameters.keys() != names or self._facts(module) != facts:
-                return f"the parameters of a {kind.__name__} have another dtype, shape, layout or device"
+                return f"the parameters of a {kind.__name__} have another type, dtype, shape, layout or device"
             attributes = vars(module)
             for name, value in numbers.items():
                 now = attributes.get(name)

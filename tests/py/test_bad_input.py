@@ -359,3 +359,11 @@ def test_broken_file(saved: Path, name: str) -> None:
 
 def test_unknown_command_line_option(saved: Path) -> None:
     refused(command("explain", str(saved), "--no-such-option"), "no-such-option")
+
+
+@pytest.mark.parametrize("keep", [(0, 2, 3), (1, 2, 3), (1, 0, 2, 3)], ids=str)
+def test_layers_that_were_removed_or_moved_are_declined(keep: tuple[int, ...]) -> None:
+    model = families.build("llama")
+    model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in keep])
+    report = segki.inject(model)
+    assert report.rung == 4 and "cache layer" in report.reasons[0]
