@@ -19,6 +19,10 @@ from segki.plan import AttentionPlan, ModelPlan
 from segki.program import cached_blocks
 
 
+class Decline(Exception):
+    """The native step cannot serve this request; the text is the reason."""
+
+
 class Prompt:
     """Where the prompts of a batch go: the native cache and the number of padding tokens on the left of each row."""
 
@@ -31,11 +35,15 @@ class Prompt:
     def fill(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store one layer's prompt, `[rows, Hkv, T, D]`, or `[rows, Hkv * n, T, D]` of a model that caches each head n times (Falcon)."""
         if index in self.repeats:
-            raise RuntimeError(f"cache layer {index} was written twice during the prefill")
+            raise Decline(f"the model's forward writes cache layer {index} twice")
         self.repeats[index] = repeat = keys.shape[1] // self.cache.keys(index).shape[1]
         keys, values = (dense_heads(once(states, repeat)) for states in (keys, values))
         self.cache.fill(index, view(keys), view(values), self.first)
 
+    def complete(self, plan: ModelPlan) -> bool:
+        """Whether the model's forward has handed every attention layer over."""
+        attends = (index for index, block in enumerate(cached_blocks(plan)) if isinstance(block, AttentionPlan))
+        return all(index in self.repeats for index in attends)
 
     def shared(self, state: _segki.View, dtype: torch.dtype) -> torch.Tensor:
         """The slots of this batch's rows of a linear-attention state, as a tensor on the same memory."""
@@ -49,7 +57,7 @@ def once(states: torch.Tensor, repeat: int) -> torch.Tensor:
     rows, heads_in_all, tokens, dim = states.shape
     heads = states.reshape(rows, heads_in_all // repeat, repeat, tokens, dim)
     if not bool((heads == heads[:, :, :1]).all()):
-        raise RuntimeError(f"the model's cache holds {states.shape[1]} different heads, known are {states.shape[1] // repeat}")
+        raise Decline(f"the model's cache holds {states.shape[1]} different heads, known are {states.shape[1] // repeat}")
     return heads[:, :, 0]
 
 
@@ -106,8 +114,8 @@ def linear_layer(prompt: Prompt, index: int) -> Any:
     return LinearLayer(prompt.shared, prompt.cache, index)
 
 
-def divert(cache: DynamicCache, plan: ModelPlan, prompt: Prompt) -> None:
-    """Make an empty cache of transformers write into the native one."""
+def divert(cache: DynamicCache, plan: ModelPlan, prompt: Prompt) -> list[Any]:
+    """Make an empty cache of transformers write into the native one; returns its own layers."""
     layers: list[Any] = []
     for index, block in enumerate(cached_blocks(plan)):
         if not isinstance(block, AttentionPlan):
@@ -118,7 +126,9 @@ def divert(cache: DynamicCache, plan: ModelPlan, prompt: Prompt) -> None:
         if window is None and own is None and block.window is not None:
             window = block.window
         layers.append(FullLayer(prompt, index) if window is None else SlidingLayer(prompt, index, window))
+    kept: list[Any] = cache.layers
     cache.layers = layers
+    return kept
 
 
 def restore(cache: DynamicCache, prompt: Prompt, lengths: list[int], tokens: int, dtype: torch.dtype) -> None:

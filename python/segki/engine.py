@@ -11,7 +11,7 @@ from torch import nn
 from segki import _segki
 from segki.detect import resolve, rope_table
 from segki.detect.run import preserved
-from segki.native import DTYPES, MAX_ROWS, TorchMemory, view
+from segki.native import DTYPES, MAX_ROWS, TorchMemory, plain_tensors, view
 from segki.plan import ModelPlan, ParamRef, RopePlan
 from segki.program import Step, StepBuilder, StepState, cache_layers
 
@@ -74,6 +74,11 @@ class Engine:
             if tensor is not None:
                 self._weights.append(BoundWeight(holder, name, tensor.data_ptr()))
 
+    @property
+    def followed_buffers(self) -> set[tuple[int, str]]:
+        """(id of the module's dictionary, name) of everything that is read where it is at each step."""
+        return {(id(bound.holder), bound.name) for bound in self._weights}
+
     def follow_weights(self) -> None:
         """Build the programs again if a weight lies elsewhere than when they were built; in-place updates need nothing."""
         for bound in self._weights:
@@ -96,7 +101,7 @@ class Engine:
         limit = self.max_positions
         if limit is not None and tokens > limit:
             raise ValueError(f"tokens: given {tokens} a row, accepted up to {limit} (positions of this model)")
-        with torch.inference_mode(False):  # what is made here serves calls outside of an inference mode, too
+        with plain_tensors():  # what is made here serves later calls, too
             if self.cache is None or self.cache.rows < rows or self.cache.max_len < tokens:
                 self._grow(rows, tokens)
             step = self._steps.pop(rows, None) or self._build(rows)
@@ -107,7 +112,9 @@ class Engine:
 
     def _grow(self, rows: int, tokens: int) -> None:
         if self.cache is not None:
-            rows, tokens = max(rows, self.cache.rows), max(tokens, self.cache.max_len)
+            both = max(rows, self.cache.rows), max(tokens, self.cache.max_len)
+            if both[0] * both[1] <= 2 * max(rows * tokens, self.cache.rows * self.cache.max_len):
+                rows, tokens = both  # else one long row and many short ones in turn would take the product of both
         self.release()
         length = (tokens + GRANULE - 1) // GRANULE * GRANULE
         if self.max_positions is not None:

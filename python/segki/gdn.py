@@ -175,7 +175,7 @@ class Block:
         """Convolution inputs and recurrent states of all sequences, and whether they hold a past."""
         plan, sequences = self.plan, sum(counts)
         conv = x.new_zeros(sequences, conv_channels(plan), plan.conv_width)
-        state = torch.zeros(sequences, plan.value_heads, plan.key_dim, plan.value_dim)
+        state = torch.zeros(sequences, plan.value_heads, plan.key_dim, plan.value_dim, dtype=torch.float32)
         past_conv, past = cache.get_conv_state(self.layer), cache.get_recurrent_state(self.layer)
         if past_conv is None:
             return conv, state, 0

@@ -23,12 +23,14 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput
 
-from segki.cache import Prompt, divert, restore
+from segki.cache import Decline, Prompt, divert, restore
 from segki.engine import Decode, Engine, StopSpec
 from segki.native import MAX_ROWS
 from segki.plan import has_linear_state
+from segki.program import Step
 from segki.validate import CACHE_NAMES, left_padding
 
+INT32_MAX = 2**31 - 1
 # Inputs of the model that only its prefill reads.
 VISION_INPUTS = (
     "image_grid_thw",
@@ -42,10 +44,6 @@ VISION_INPUTS = (
 KNOWN_INPUTS = frozenset(
     {"attention_mask", "position_ids", "cache_position", "inputs_embeds", "logits_to_keep", "use_cache", *CACHE_NAMES, *VISION_INPUTS}
 )
-
-
-class Decline(Exception):
-    """The native step cannot serve this request; the text is the reason."""
 
 
 @dataclasses.dataclass
@@ -64,8 +62,8 @@ class Request:
         return int(torch.maximum(self.prompt_tokens - self.first, self.positions).max()) + self.rule.max_new_tokens
 
 
-def stop_spec(logits_processor: Any, stopping_criteria: Any, config: Any, prompt_ids: int) -> StopSpec:
-    """The stop rule that processors and criteria amount to; `prompt_ids` is the width of `input_ids`.
+def stop_spec(logits_processor: Any, stopping_criteria: Any, config: Any, prompt_ids: int, vocab: int) -> StopSpec:
+    """The stop rule that processors and criteria amount to; `prompt_ids` is the width of `input_ids`, ids are below `vocab`.
 
     Raises
     ------
@@ -94,12 +92,17 @@ def stop_spec(logits_processor: Any, stopping_criteria: Any, config: Any, prompt
         min_new = max(min_new, int(wanted))
     if max_length is None:
         raise Decline("no maximum length is set")
-    pad = getattr(config, "_pad_token_tensor", None)
+    padding = getattr(config, "_pad_token_tensor", None)
+    pad = 0 if padding is None else int(padding.reshape(-1)[0])
+    if not 0 <= pad < vocab:
+        if eos:
+            raise Decline(f"pad id {pad} is outside of the vocabulary")
+        pad = 0  # no row stops before the others
     return StopSpec(
         max_new_tokens=int(max_length) - prompt_ids,
         min_new_tokens=min_new,
-        eos=eos,
-        pad=0 if pad is None else int(pad.reshape(-1)[0]),
+        eos=tuple(token for token in eos if 0 <= token < vocab),
+        pad=pad,
     )
 
 
@@ -107,7 +110,7 @@ def plan_request(
     engine: Engine, model: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, inputs: dict[str, Any]
 ) -> Request:
     """Check that the native step can serve a request; raises `Decline` with the reason if not."""
-    rule = stop_spec(logits_processor, stopping_criteria, config, input_ids.shape[1])
+    rule = stop_spec(logits_processor, stopping_criteria, config, input_ids.shape[1], engine.plan.vocab_size)
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise Decline(f"{name} asks for values that the native step does not keep")
@@ -138,9 +141,17 @@ def plan_request(
     positions = next_positions(inputs.get("position_ids"), first, tokens, steady=hasattr(model, "_prefill"))
     request = Request(rule, cache_name, first, tokens, positions)
     limit = engine.max_positions
-    if limit is not None and request.tokens > limit:
-        raise Decline(f"{request.tokens} positions, this model's tables end at {limit}")
+    if request.tokens > (INT32_MAX if limit is None else limit):
+        raise Decline(f"{request.tokens} positions, accepted up to {INT32_MAX if limit is None else limit}")
     return request
+
+
+def room(engine: Engine, rows: int, request: Request) -> Step:
+    """A step with room for a request; raises `Decline` when its cache does not fit into memory."""
+    try:
+        return engine.step(rows, request.tokens)
+    except MemoryError:
+        raise Decline(f"a cache of {rows} rows of {request.tokens} tokens does not fit into memory") from None
 
 
 def next_positions(position_ids: torch.Tensor | None, first: torch.Tensor, tokens: int, *, steady: bool) -> torch.Tensor:
@@ -219,6 +230,7 @@ class Recorder:
 
 def decode(
     engine: Engine,
+    step: Step,
     model: Any,
     input_ids: torch.Tensor,
     request: Request,
@@ -228,13 +240,18 @@ def decode(
     inputs: dict[str, Any],
 ) -> Any:
     """Prefill by the model, decode by the native step; returns what transformers' `_sample` returns."""
-    rows, rule = input_ids.shape[0], request.rule
-    step = engine.step(rows, request.tokens)
+    rule = request.rule
     assert engine.cache is not None
     prompt = Prompt(engine.cache, engine.memory, request.first)
     cache = inputs[request.cache_name]
-    divert(cache, engine.plan, prompt)
-    logits = prefill(model, input_ids, config, inputs)
+    own = divert(cache, engine.plan, prompt)
+    try:
+        logits = prefill(model, input_ids, config, dict(inputs))
+        if not prompt.complete(engine.plan):
+            raise Decline("the model's forward left cache layers empty")
+    except Decline:
+        cache.layers = own
+        raise
     wanted = bool(config.return_dict_in_generate)
     if streamer is not None or (wanted and (config.output_scores or config.output_logits or has_linear_state(engine.plan))):
         rule = dataclasses.replace(rule, check_every=1)  # a recurrent state that is handed back cannot take a step back
@@ -289,28 +306,23 @@ def decoding_method(
                 raise Decline(f"{mode.value} is left to the model's own generate")
             engine = ready()
             request = plan_request(engine, model, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+            step = room(engine, input_ids.shape[0], request)
+            return decode(engine, step, model, input_ids, request, logits_processor, generation_config, streamer, inputs)
         except Decline as reason:
-            if mine:
-                turn.release()
             log(str(reason))
-            own = getattr(type(model), GENERATION_MODES_MAPPING[mode])
-            return own(
-                model,
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                **({} if streamer is None else {"streamer": streamer}),
-                **inputs,
-            )
-        except BaseException:
+        finally:
             if mine:
                 turn.release()
-            raise
-        try:
-            return decode(engine, model, input_ids, request, logits_processor, generation_config, streamer, inputs)
-        finally:
-            turn.release()
+        own = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+        return own(
+            model,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            **({} if streamer is None else {"streamer": streamer}),
+            **inputs,
+        )
 
     return native_decode
 

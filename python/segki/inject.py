@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import threading
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from segki.cache import linear_layers_exist
+from segki.cache import Decline, linear_layers_exist
 from segki.detect import detect
 from segki.detect.guard import module_problem
-from segki.detect.run import preserved
+from segki.detect.run import beside, preserved
 from segki.engine import Engine
 from segki.gdn import rebind_gdn
-from segki.generate import Decline, decoding_method, own_mode
+from segki.generate import decoding_method, own_mode
+from segki.methods import foreign_method
+from segki.native import plain_tensors
 from segki.plan import Detection, ModelPlan, has_linear_state
 from segki.probe import native_problem
 from segki.rebind import Rebound, clear_copies
@@ -36,18 +40,27 @@ class Injection:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.previous: Callable[..., Any] | None = vars(model).get("generate")
         self.rebound: list[Rebound] = []  # generate
         self.forwards: list[Rebound] = []  # of blocks whose prompt form is native too
         self.engine: Engine | None = None
         self.turn = threading.Lock()
+        self.watch: Watch | None = None
+        self._noted: set[str] = set()
         self.report = self.bind()
 
     def bind(self) -> Report:
         """Detect the model as it is now, build its native step and rebind the forwards that go with it."""
         self.unbind()
-        detection = detect(self.model)
-        self.engine, reasons = native_engine(self.model, detection)
-        self.watch = Watch(self.model)
+        passing = self.watch.passing if self.watch is not None else set()
+        aside = beside(self.model)
+        self._read = [(name, module) for name, module in self.model.named_modules() if name not in aside]
+        self.obstacles = self._obstacles()
+        foreign = foreign_method(self.model, self.previous)
+        with plain_tensors():
+            detection = detect(self.model)
+            self.engine, reasons = (None, [foreign]) if foreign is not None else native_engine(self.model, detection)
+        self.watch = Watch(self.model, None if self.engine is None else self.engine.followed_buffers, passing)
         if self.engine is not None:
             nodes = [node for layer in self.engine.plan.layers for node in layer.nodes]
             plans = {node.module: node.gdn for node in nodes if node.gdn is not None and node.module is not None}
@@ -55,6 +68,11 @@ class Injection:
             for rebound in self.forwards:
                 rebound.install()
         return make_report(self.model, detection, self.engine, reasons)
+
+    def settle(self) -> None:
+        """A generation has ended: what differs now is the doing of the model's own forward."""
+        if self.watch is not None:
+            self.watch.settle()
 
     def unbind(self) -> None:
         """Put the forwards back and give native memory back."""
@@ -64,27 +82,43 @@ class Injection:
         if self.engine is not None:
             self.engine.release()
 
-    def ready(self) -> Engine:
-        """The engine, bound to the model as it is now; raises `Decline` when there is none."""
-        change = self.watch.change(self.model)
-        if change is not None:
-            logger.info("segki: binding again: %s since injection", change)
+    def follow(self) -> None:
+        """Bind again if the model is not what it was: changed, or freed from what stood in the way of a native step."""
+        assert self.watch is not None
+        reason = self.watch.change(self.model)
+        if reason is None and self.engine is None and self._obstacles() != self.obstacles:
+            reason = "what stood in the way of a native step has changed"
+        if reason is not None:
+            logger.info("segki: binding again: %s since injection", reason)
             fresh, fallbacks = self.bind(), self.report.fallbacks
             vars(self.report).update(vars(fresh) | {"fallbacks": fallbacks})
+
+    def ready(self) -> Engine:
+        """The engine, bound to the model as it is now; raises `Decline` when there is none."""
+        self.follow()
         if self.engine is None:
             raise Decline("; ".join(self.report.reasons))
-        for module in self.watch.modules:
-            if (problem := module_problem("", module)) is not None:
-                raise Decline(f"{self._name(module)}: {problem}")
+        if (problem := next(self._problems(), None)) is not None:
+            raise Decline(problem)
         self.engine.follow_weights()
         return self.engine
 
-    def _name(self, module: nn.Module) -> str:
-        return next((name for name, m in self.model.named_modules() if m is module and name), type(module).__name__)
+    def _problems(self) -> Iterator[str]:
+        """What passes and keeps a call from the native step while it lasts: patched methods, hooks, dropout in training."""
+        if (foreign := foreign_method(self.model, self.previous)) is not None:
+            yield foreign
+        for name, module in self._read:
+            if (problem := module_problem(name, module)) is not None:
+                yield problem
+
+    def _obstacles(self) -> list[str]:
+        return list(self._problems())
 
     def fall_back(self, reason: str) -> None:
-        """Note (and log once) why a call goes to the model's own generate."""
-        if reason not in self.report.fallbacks:
+        """Note (and log once, whatever the numbers in it) why a call goes to the model's own generate."""
+        kind = re.sub(r"\d+", "#", reason)
+        if kind not in self._noted:
+            self._noted.add(kind)
             self.report.fallbacks.append(reason)
             logger.warning("segki: generate runs the model's own loop: %s", reason)
 
@@ -170,31 +204,54 @@ def make_report(model: nn.Module, detection: Detection, engine: Engine | None, r
         else:
             why = segment.reason or "the whole step is not native"
             segments.append(SegmentReport(segment.module, segment.kind, "torch", why))
-    dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters()), "")
+    read = next((p.dtype for p in model.parameters()), "") if engine is None else engine.dtype
+    dtype = str(read).removeprefix("torch.")
     backend = "" if engine is None else f"{engine.backend.name} ({engine.backend.instruction_set})"
     return Report(type(model).__name__, 4 if engine is None else 1, segments, reasons, dtype, backend)
 
 
 def rebound_generate(model: nn.Module, injection: Injection) -> Any:
     """A `generate` with the signature of the model's own."""
-    own = getattr(type(model), "generate")  # noqa: B009 - the class's function, not the instance's attribute
+    own: Callable[..., Any] = injection.previous or types.MethodType(type(model).generate, model)  # type: ignore[attr-defined]
 
     @functools.wraps(own)
-    def generate(inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        ids = inputs if inputs is not None else kwargs.get("input_ids")
-        embedding = model.get_input_embeddings().weight  # type: ignore[operator]
-        check_inputs(embedding, ids, kwargs)
-        reason = own_mode(model, generation_config, kwargs)
-        if reason is None and args:
-            reason = "positional arguments past generation_config"
-        if reason is not None:
-            injection.fall_back(reason)
-            return own(model, inputs, generation_config, *args, **kwargs)
-        method = decoding_method(injection.ready, injection.fall_back, kwargs.get("streamer"), injection.turn)
-        kwargs.pop("custom_generate", None)
-        return own(model, inputs, generation_config, custom_generate=method, **kwargs)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if injection.engine is None and injection.turn.acquire(blocking=False):
+            try:
+                injection.follow()
+            finally:
+                injection.turn.release()
+        if injection.engine is None:
+            injection.fall_back("; ".join(injection.report.reasons))
+            return own(*args, **kwargs)
+        result = native_or_own(model, injection, own, *args, **kwargs)
+        injection.settle()
+        return result
 
     return generate
+
+
+def native_or_own(
+    model: nn.Module,
+    injection: Injection,
+    own: Callable[..., Any],
+    inputs: Any = None,
+    generation_config: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`generate` of a model that has a native step: through it, or for a reason through the model's own loop."""
+    ids = inputs if inputs is not None else kwargs.get("input_ids")
+    check_inputs(model.get_input_embeddings().weight, ids, kwargs)  # type: ignore[operator]
+    reason = own_mode(model, generation_config, kwargs)
+    if reason is None and args:
+        reason = "positional arguments past generation_config"
+    if reason is not None:
+        injection.fall_back(reason)
+        return own(inputs, generation_config, *args, **kwargs)
+    method = decoding_method(injection.ready, injection.fall_back, kwargs.get("streamer"), injection.turn)
+    kwargs.pop("custom_generate", None)
+    return own(inputs, generation_config, custom_generate=method, **kwargs)
 
 
 def eject(model: nn.Module) -> None:

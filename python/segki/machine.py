@@ -1,4 +1,4 @@
-"""What a measurement was taken on."""
+"""What a program runs on: facts to keep beside a figure, memory that is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from segki.bandwidth import usable_cores
 
-__all__ = ["machine_facts"]
+__all__ = ["available_memory", "machine_facts"]
 
 PACKAGES = ("segki", "torch", "transformers", "llama-cpp-python", "numpy")
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
@@ -37,6 +37,18 @@ def machine_facts() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still take without swapping, control groups considered; None where the system does not say."""
+    found = []
+    memory = _key_values(Path("/proc/meminfo")).get("MemAvailable", "").split()
+    if memory:
+        found.append(int(memory[0]) * 1024)
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.is_file() and used.is_file() and (most := limit.read_text().strip()).isdigit():
+        found.append(max(int(most) - int(used.read_text()), 0))
+    return min(found, default=None)
 
 
 def _version(package: str) -> str | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from segki import _segki
+from segki.machine import available_memory
 from segki.plan import HeadView, NormPlan, ParamRef
 
 Resolve = Callable[[ParamRef], torch.Tensor]  # the live parameter that a plan names
@@ -21,6 +23,7 @@ DTYPES = {
 }
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ROWS = 64
+CHECKED_BYTES = 1 << 24  # blocks from this size on are taken only if the machine has the memory left
 
 
 def view(
@@ -74,6 +77,18 @@ def norm_spec(plan: NormPlan | None) -> _segki.NormSpec:
     return spec
 
 
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """While open, torch makes tensors as it does by default: float32 unless told otherwise, usable outside of an inference mode."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 class TorchMemory:
     """An allocator for the native side that takes its memory from torch and gives it back to torch."""
 
@@ -81,7 +96,11 @@ class TorchMemory:
         self._blocks: dict[int, torch.Tensor] = {}
 
     def allocate(self, size: int) -> int:
-        """Address of `size` bytes, 64-byte aligned; 0 when torch has none."""
+        """Address of `size` bytes, 64-byte aligned; 0 when torch has none or the machine has not that much left."""
+        if size >= CHECKED_BYTES:
+            left = available_memory()
+            if left is not None and self.held_bytes + size > left:
+                return 0
         try:
             block = torch.empty(size + 64, dtype=torch.uint8)
         except RuntimeError:

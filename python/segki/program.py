@@ -353,7 +353,7 @@ class StepBuilder:
         """Where pieces of a row's attention meet: one pair of buffers for all layers of a shape, since ops run one after the other."""
         key = (kv_heads, group, dim)
         if key not in self.partials:
-            sums = torch.zeros(self.rows, kv_heads, MOST_SPLITS, group * (dim + 2))
+            sums = torch.zeros(self.rows, kv_heads, MOST_SPLITS, group * (dim + 2), dtype=torch.float32)
             self.partials[key] = (sums, torch.zeros(self.rows, kv_heads, dtype=torch.int32))
             self.keep += self.partials[key]
         sums, arrived = self.partials[key]

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from segki.cache import Prompt, divert
-from segki.generate import Decline
+from segki.cache import Decline, Prompt, divert
 from segki.inject import injection_of
 from segki.probe import forced_decode
 from segki.validate import CACHE_NAMES, left_padding

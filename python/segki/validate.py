@@ -37,7 +37,7 @@ def check_inputs(embedding: torch.Tensor, input_ids: Any, kwargs: dict[str, Any]
         return
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         past = any(kwargs.get(name) is not None for name in CACHE_NAMES)
-        if mask.shape[0] != source.shape[0] or (mask.shape[1] != source.shape[1] and not past):
+        if mask.shape[0] not in (1, source.shape[0]) or (mask.shape[1] != source.shape[1] and not past):
             raise ValueError(
                 f"attention_mask: given shape {list(mask.shape)}, accepted {list(source.shape[:2])} as the prompt's"
             )

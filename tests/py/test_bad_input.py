@@ -367,3 +367,61 @@ def test_layers_that_were_removed_or_moved_are_declined(keep: tuple[int, ...]) -
     model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in keep])
     report = segki.inject(model)
     assert report.rung == 4 and "cache layer" in report.reasons[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pad_token_id": -1},
+        {"pad_token_id": families.VOCAB},
+        {"eos_token_id": -1},
+        {"eos_token_id": [-1, families.VOCAB + 7]},
+        {"pad_token_id": -1, "eos_token_id": list(range(0, families.VOCAB, 2))},
+        {"eos_token_id": [-1, *range(0, families.VOCAB, 2)], "min_new_tokens": 2},
+    ],
+    ids=str,
+)
+def test_ids_of_end_and_padding_outside_the_vocabulary_are_transformers_matter(model: Any, settings: dict[str, Any]) -> None:
+    original = families.build("llama")
+    outcomes = []
+    for each in (original, model):
+        try:
+            outcomes.append(each.generate(families.prompt(2, 6), **GREEDY | settings))
+        except (ValueError, RuntimeError, IndexError) as error:
+            outcomes.append(type(error))
+    want, got = outcomes
+    assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got is want
+
+
+@pytest.mark.parametrize("tokens", [10**6, 10**9, 10**10, 10**30])
+def test_limits_that_no_memory_holds(model: Any, tokens: int) -> None:
+    """transformers grows its cache as it goes; segki's own would not fit."""
+    settings = GREEDY | {"max_new_tokens": tokens, "eos_token_id": list(range(families.VOCAB))}
+    original = families.build("llama")
+    ids = families.prompt(2, 6)
+    assert torch.equal(model.generate(ids, **settings), original.generate(ids, **settings))
+    assert torch.equal(model.generate(ids, **GREEDY), original.generate(ids, **GREEDY))
+
+
+def test_one_long_row_and_many_short_ones_do_not_multiply(model: Any) -> None:
+    stop = {"eos_token_id": list(range(families.VOCAB)), "do_sample": False, "pad_token_id": 0}
+    model.generate(families.prompt(1, 9), max_new_tokens=50_000, **stop)
+    model.generate(families.prompt(64, 9), max_new_tokens=20, **stop)
+    cache = model.generate.owner.engine.cache
+    assert cache.rows * cache.max_len <= 2 * 64 * 512
+    model.generate(families.prompt(2, 9), max_new_tokens=400, **stop)
+    assert model.generate.owner.engine.cache.rows == 64, "a request of about the same size keeps the others' room"
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (1, 9, 9)], ids=str)
+def test_masks_that_transformers_broadcasts(model: Any, shape: tuple[int, ...]) -> None:
+    ids = families.prompt(2, 6)
+    original = families.build("llama")
+    outcomes = []
+    for each in (original, model):
+        try:
+            outcomes.append(each.generate(ids, attention_mask=torch.ones(shape, dtype=torch.long), **GREEDY))
+        except (ValueError, RuntimeError, IndexError) as error:
+            outcomes.append(type(error))
+    want, got = outcomes
+    assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got is want
