@@ -207,10 +207,11 @@ def test_settings_that_generation_does_not_read_cost_nothing() -> None:
     pair.model.config.use_cache = True
     pair.model.config.pad_token_id = 1
     pair.model.gradient_checkpointing_enable()
+    pair.model.enable_input_require_grads()
     pair.check(families.prompt(1, 9), **GREEDY)
     pair.model.gradient_checkpointing_disable()
     pair.check(families.prompt(1, 9), **GREEDY)
-    assert binding(pair.model) is engine
+    assert binding(pair.model) is engine and not segki.explain(pair.model).fallbacks
 
 
 def test_a_custom_attention_set_after_inject_is_called() -> None:

@@ -63,13 +63,20 @@ def tensor_problem(name: str, tensor: Tensor) -> str | None:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether a forward would call a hook; those that transformers installs to collect `output_hidden_states` do nothing by themselves."""
+    """Whether a forward would call a hook, those of transformers' own that change no value aside."""
     if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
     if not module._forward_hooks and not module._forward_pre_hooks:
         return False
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+    return not all(map(_harmless, [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]))
+
+
+def _harmless(hook: Any) -> bool:
+    """Installed by transformers to collect `output_hidden_states`, or to let gradients flow to the embeddings' output in training."""
+    home = getattr(hook, "__module__", "")
+    if home == "transformers.utils.output_capturing":
+        return True
+    return home.startswith("transformers.") and getattr(hook, "__qualname__", "").endswith(".<locals>.make_inputs_require_grads")
 
 
 def module_problem(name: str, module: nn.Module) -> str | None:
