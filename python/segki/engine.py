@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from segki.plan import ModelPlan, ParamRef, RopePlan
 from segki.program import Step, StepBuilder, StepState, cache_layers
 
 KEPT_STEPS = 4  # batch sizes whose program and buffers are kept; one more takes the place of the least recently used
+HUGE_PAGE = 2 << 20  # bytes, about; weights nearer to each other than this are taken together
 GRANULE = 256  # cache lengths are multiples of this, so that a slightly longer request does not reallocate
 
 
@@ -26,6 +28,7 @@ class BoundWeight:
     holder: dict[str, torch.Tensor | None]  # the owning module's parameters or buffers
     name: str
     address: int
+    size: int  # bytes
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Engine:
             holder: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
             tensor = holder.get(name)
             if tensor is not None:
-                self._weights.append(BoundWeight(holder, name, tensor.data_ptr()))
+                self._weights.append(BoundWeight(holder, name, tensor.data_ptr(), tensor.nbytes))
 
     @property
     def followed_buffers(self) -> set[tuple[int, str]]:
@@ -85,6 +88,22 @@ class Engine:
             tensor = bound.holder.get(bound.name)
             if tensor is None or tensor.data_ptr() != bound.address:
                 return self.bind()
+
+    def use_huge_pages(self) -> int:
+        """Have the kernel keep the weights in huge pages, where they are; returns the bytes that lie in them then.
+
+        Nothing happens to weights of a model smaller than a huge page, to memory-mapped files, and with `SEGKI_HUGE_PAGES=0` in the
+        environment.
+        """
+        if os.environ.get("SEGKI_HUGE_PAGES") == "0":
+            return 0
+        regions: list[list[int]] = []
+        for begin, size in sorted({(bound.address, bound.size) for bound in self._weights}):
+            if regions and begin - regions[-1][1] < HUGE_PAGE:
+                regions[-1][1] = max(regions[-1][1], begin + size)
+            else:
+                regions.append([begin, begin + size])
+        return sum(_segki.use_huge_pages(begin, end - begin) for begin, end in regions if end - begin >= HUGE_PAGE)
 
     def step(self, rows: int, tokens: int) -> Step:
         """A step of `rows` rows with room for `tokens` tokens a row (prompt and new); cache and programs are kept between calls.

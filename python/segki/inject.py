@@ -186,7 +186,10 @@ def native_engine(model: nn.Module, detection: Detection) -> tuple[Engine | None
         engine = Engine(model, detection.plan)
         problem = native_problem(model, engine)
     engine.release()
-    return (engine, []) if problem is None else (None, [problem])
+    if problem is not None:
+        return None, [problem]
+    engine.use_huge_pages()
+    return engine, []
 
 
 def cached_modules(plan: ModelPlan) -> list[str]:

@@ -7,6 +7,7 @@
 #include "segki/backend.h"
 #include "segki/bandwidth.h"
 #include "segki/error.h"
+#include "segki/huge_pages.h"
 #include "segki/parallel.h"
 #include "segki/tensor.h"
 #include "segki/version.h"
@@ -101,6 +102,13 @@ void bind_core(nb::module_& module) {
   module.def("read_bandwidth", &read_bandwidth, nb::arg("bytes"), nb::arg("threads"),
              nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>(),
              "Bytes a second that `threads` threads read from a buffer of `bytes`.");
+  module.def(
+      "use_huge_pages",
+      [](std::uintptr_t address, std::size_t bytes) {
+        return use_huge_pages(reinterpret_cast<const void*>(address), bytes);
+      },
+      nb::arg("address"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>(),
+      "Back memory with huge pages in place; returns how many bytes lie in them then.");
 }
 
 }  // namespace segki::python
