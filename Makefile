@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH := torch==2.13.0
+TORCH ?= torch==2.13.0
 SOURCES := CMakeLists.txt pyproject.toml README.md $(shell find cmake cpp python -type f -not -path '*/__pycache__/*' -not -name '*.so')
 export SEGKI_HIGHWAY_INCLUDE_DIR ?= $(wildcard $(CURDIR)/.deps/usr/include)
 
@@ -45,7 +45,7 @@ $(VENV)/tools.stamp: tools/fetch_debian_packages.sh
 	$(BIN)/python -m pip install --quiet --upgrade pip "cmake>=3.25,<4" ninja
 	@touch $@
 
-# torch is named by itself: its default build brings gigabytes of GPU libraries.
+# torch is named by itself, with its version: newer and default builds may bring gigabytes of GPU libraries. TORCH takes pip's words.
 $(VENV)/torch.stamp: $(VENV)/tools.stamp
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	@touch $@

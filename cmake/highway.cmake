@@ -10,7 +10,8 @@ if(NOT SEGKI_HIGHWAY_HEADERS)
   include(FetchContent)
   message(STATUS "Highway's headers are not on this system: downloading them")
   FetchContent_Declare(highway
-    URL https://github.com/google/highway/archive/refs/tags/1.2.0.tar.gz)
+    URL https://github.com/google/highway/archive/refs/tags/1.2.0.tar.gz
+    URL_HASH SHA256=7e0be78b8318e8bdbf6fa545d2ecb4c90f947df03f7aadc42c1967f019e63343)
   # Only the sources are wanted, its build is not: hence not FetchContent_MakeAvailable.
   FetchContent_GetProperties(highway)
   if(NOT highway_POPULATED)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import json
 import logging
 import os
@@ -52,6 +53,24 @@ class UsageError(ValueError):
 def main() -> None:
     """Run the command line."""
     app()
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and end, where `--version` was given."""
+    if wanted:
+        try:
+            number = importlib.metadata.version("segki")
+        except importlib.metadata.PackageNotFoundError:  # run from its sources
+            number = "from source"
+        out.print(f"segki {number}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Decode Hugging Face models in place, at the speed of the memory."""
 
 
 def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:

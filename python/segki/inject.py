@@ -8,7 +8,7 @@ import logging
 import re
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from segki.gdn import rebind_gdn
 from segki.generate import decoding_method, own_mode
 from segki.methods import foreign_method
 from segki.native import plain_tensors
-from segki.plan import Detection, ModelPlan, has_linear_state
+from segki.plan import Detection, GdnPlan, ModelPlan, has_linear_state
 from segki.probe import native_problem
 from segki.rebind import Rebound, clear_copies
 from segki.report import Report, SegmentReport
@@ -61,13 +61,14 @@ class Injection:
             detection = detect(self.model)
             self.engine, reasons = (None, [foreign]) if foreign is not None else native_engine(self.model, detection)
         self.watch = Watch(self.model, None if self.engine is None else self.engine.followed_buffers, passing)
+        plans: dict[str, GdnPlan] = {}
         if self.engine is not None:
             nodes = [node for layer in self.engine.plan.layers for node in layer.nodes]
             plans = {node.module: node.gdn for node in nodes if node.gdn is not None and node.module is not None}
             self.forwards = rebind_gdn(self.model, plans, self)
             for rebound in self.forwards:
                 rebound.install()
-        return make_report(self.model, detection, self.engine, reasons)
+        return make_report(self.model, detection, self.engine, reasons, plans.keys())
 
     def settle(self) -> None:
         """A generation has ended: what differs now is the doing of the model's own forward."""
@@ -198,12 +199,15 @@ def cached_modules(plan: ModelPlan) -> list[str]:
     return [node.module for node in nodes if (node.attention or node.gdn) and node.module is not None]
 
 
-def make_report(model: nn.Module, detection: Detection, engine: Engine | None, reasons: list[str]) -> Report:
-    """The report of a fresh injection."""
+def make_report(
+    model: nn.Module, detection: Detection, engine: Engine | None, reasons: list[str], prompts: Collection[str]
+) -> Report:
+    """The report of a fresh injection; `prompts` are the names of the blocks whose forward is native, too."""
     segments: list[SegmentReport] = []
     for segment in detection.segments:
         if engine is not None:
-            segments.append(SegmentReport(segment.module, segment.kind, "native step"))
+            runs = "native step, prompt" if segment.module in prompts else "native step"
+            segments.append(SegmentReport(segment.module, segment.kind, runs))
         else:
             why = segment.reason or "the whole step is not native"
             segments.append(SegmentReport(segment.module, segment.kind, "torch", why))

@@ -24,7 +24,7 @@ class SegmentReport:
     kind
         "mlp", "attention", "norm", "layer", "embedding", "head" or "model".
     runs
-        "native step", "native forward" or "torch".
+        "native step", "native step, prompt" (a block whose prompts run natively, too) or "torch".
     reason
         Why it is left to torch, else None.
     """
@@ -74,7 +74,7 @@ class Report:
             groups.setdefault((segment.kind, segment.runs, segment.reason), []).append(segment.module)
         for (kind, runs, reason), names in groups.items():
             where = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
-            lines.append(f"  {kind:<10} {runs:<14} {where}" + (f": {reason}" if reason else ""))
+            lines.append(f"  {kind:<10} {runs:<19} {where}" + (f": {reason}" if reason else ""))
         lines += [f"  not higher: {reason}" for reason in self.reasons]
         lines += [f"  left to the model's own generate once or more: {reason}" for reason in self.fallbacks]
         return "\n".join(lines)

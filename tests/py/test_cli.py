@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,11 @@ def test_chat_wraps_the_prompt(saved: Path) -> None:
     chat = run("generate", saved, "--prompt", PROMPT, "--chat", *options)
     assert chat.exit_code == 0, chat.output
     assert chat.stdout == greedy(saved, f"[{PROMPT}]", 12) + "\n"
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0 and re.fullmatch(r"segki (\d+\.\d+\.\d+\S*|from source)\n", result.stdout)
 
 
 def test_explain_prints_the_report(saved: Path) -> None:

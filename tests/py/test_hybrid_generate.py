@@ -225,3 +225,10 @@ def test_eject_leaves_nothing(hybrid: Pair) -> None:
     model.generate(families.prompt(1, 5), **GREEDY)
     segki.eject(model)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+
+
+def test_the_report_names_blocks_whose_prompts_are_native() -> None:
+    report = segki.inject(families.build("qwen3_5_text"))
+    runs = {segment.module: segment.runs for segment in report.segments if segment.kind in ("gdn", "attention")}
+    assert set(runs.values()) == {"native step, prompt", "native step"}
+    assert runs["model.layers.0.linear_attn"] == "native step, prompt"
