@@ -26,6 +26,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDeco
 from segki.cache import Decline, Prompt, divert, restore
 from segki.engine import Decode, Engine, StopSpec
 from segki.native import MAX_ROWS
+from segki.parallel import follow_torch
 from segki.plan import has_linear_state
 from segki.program import Step
 from segki.validate import CACHE_NAMES, left_padding
@@ -240,6 +241,7 @@ def decode(
     inputs: dict[str, Any],
 ) -> Any:
     """Prefill by the model, decode by the native step; returns what transformers' `_sample` returns."""
+    follow_torch()
     rule = request.rule
     assert engine.cache is not None
     prompt = Prompt(engine.cache, engine.memory, request.first)

@@ -255,16 +255,39 @@ TEST_F(StepProgramTest, OnePartNeedsNoRegion) {
   EXPECT_EQ(host.regions, 0);
 }
 
-TEST_F(StepProgramTest, TheDefaultPoolMayChangeItsSize) {
+TEST_F(StepProgramTest, FollowsTheSizeOfTheDefaultPool) {
   const std::int32_t before = default_parallel().parts;
-  set_default_threads(3);
-  StepProgram program = chain(5, {});
-  for (const int threads : {3, 2, 1, 4}) {
-    set_default_threads(threads);
-    const std::vector<float> expected = expected_after(10);
+  calls().norm_scratch = 1000;
+  Host memory;
+  {
+    set_default_threads(1);
+    StepProgramBuilder builder(backend(), {}, memory.allocator());
+    StepProgram program = builder.add(argmax()).add(norm(true)).add(norm(false)).finish();
+    EXPECT_EQ(program.scratch_bytes(), 1024U);
+    std::size_t most = 1;
+    for (const int threads : {1, 3, 3, 2, 1, 4}) {
+      SetUp();
+      calls().norm_scratch = 1000;
+      set_default_threads(threads);
+      const std::vector<float> expected = expected_after(2);
+      program.run();
+      EXPECT_EQ(first_, expected) << threads << " threads";
+      EXPECT_EQ(calls().execs.size(), static_cast<std::size_t>(threads));
+      for (const Exec& exec : calls().execs) EXPECT_EQ(exec.parts, threads);
+      most = std::max(most, static_cast<std::size_t>(threads));
+      EXPECT_EQ(program.scratch_bytes(), most * 1024);
+    }
+    memory.empty = true;
+    set_default_threads(5);
+    expect_error(ErrorCode::kOutOfMemory, "no memory for 5120 bytes", [&] { program.run(); });
+    set_default_threads(4);
+    SetUp();
+    calls().norm_scratch = 1000;
+    const std::vector<float> expected = expected_after(2);
     program.run();
-    EXPECT_EQ(first_, expected) << threads << " threads";
+    EXPECT_EQ(first_, expected);
   }
+  EXPECT_EQ(memory.held, 0);
   set_default_threads(before);
 }
 

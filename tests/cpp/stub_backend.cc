@@ -55,9 +55,10 @@ std::int32_t norm(const segki::NormArgs* args, const segki::Exec* exec) {
     t.scratch_bytes = &scratch_bytes;
     t.norm = &norm;
 #if defined(SEGKI_STUB_OLD)
-    // An older backend, whose table ended before sum_norm: what follows is not part of it.
+    // An older backend, whose table ended within sum_norm: that slot is no whole one, and what
+    // follows is not part of the table.
     t.name = "stub_old";
-    t.struct_size = offsetof(segki::BackendTable, sum_norm);
+    t.struct_size = offsetof(segki::BackendTable, sum_norm) + 4;
     t.sum_norm = reinterpret_cast<segki::Kernel<segki::SumNormArgs>>(&norm);
 #elif defined(SEGKI_STUB_OTHER_VERSION)
     t.name = "stub_other_version";

@@ -2,8 +2,9 @@
 //
 // A backend is a library that exports `segki_backend_table` (see BackendEntry). A slot that is null
 // means that the backend has no kernel for that op. Slots are only ever added at the end: a table
-// with a smaller `struct_size` is an older backend, its missing slots count as null. `api_version`
-// changes when an argument struct or the meaning of a slot changes; another version is refused.
+// with a smaller `struct_size` is an older backend, its missing slots count as null; all before the
+// first kernel is in every table. `api_version` changes when an argument struct or the meaning of a
+// slot changes; another version is refused.
 #pragma once
 
 #include <cstddef>

@@ -73,12 +73,12 @@ class SEGKI_EXPORT HybridCache {
   // layer keeps what its ring holds. Throws Error(kInvalidArgument).
   void fill(int layer, const TensorView& keys, const TensorView& values, const std::int32_t* first);
 
-  // The inverse of fill, for handing a conversation back: copies slots `slots[0..rows)` (null: 0,
-  // 1,
-  // ...) out to keys and values [rows, Hkv, T, D] (any strides but the last). Row r holds
-  // `lengths[r]` tokens; token t goes to position first[r] + t (null `first`: zeros). Every other
-  // position, and a token that a sliding layer's ring no longer holds, becomes zero. A negative
-  // first[r] leaves out the row's oldest tokens. Throws Error(kInvalidArgument).
+  // The inverse of fill, for handing a conversation back: copies one slot a row out to keys and
+  // values [rows, Hkv, T, D] (any strides but the last). Row r comes from slot slots[r] (null
+  // `slots`: from slot r) and holds lengths[r] tokens; token t goes to position first[r] + t (null
+  // `first`: to position t). Every other position, and a token that a sliding layer's ring no
+  // longer holds, becomes zero. A negative first[r] leaves out the row's oldest tokens. Throws
+  // Error(kInvalidArgument).
   void gather(int layer, const std::int32_t* slots, const std::int32_t* lengths,
               const std::int32_t* first, const TensorView& keys, const TensorView& values) const;
 

@@ -42,12 +42,12 @@ enum class Activation : std::int32_t {
 
 enum class NormKind : std::int32_t { kNone = 0, kRms = 1, kLayer = 2 };
 
-// How a normalised value meets its weight.
-//   kRms:   n = x * rsqrt(mean(x^2) + eps)        kLayer: n = (x - mean) * rsqrt(var + eps) (fp32;
-//   var is the population variance) s = weight_offset + weight (1 where there is no weight)
-//   round_before_weight != 0:  y = round(s * round(n))           Hugging Face LlamaRMSNorm
-//   round_before_weight == 0:  y = round(n * s + bias)           GemmaRMSNorm, LayerNorm; s is fp32
-//   and not rounded
+// How a value is normalised and meets its weight, in fp32 but for the roundings shown:
+//   kRms:    n = x * rsqrt(mean(x^2) + eps)
+//   kLayer:  n = (x - mean) * rsqrt(var + eps), var being the population variance
+//   s = weight_offset + weight, or 1 where there is no weight
+//   round_before_weight != 0:  y = round(round(n) * round(s))    as Hugging Face's LlamaRMSNorm
+//   round_before_weight == 0:  y = round(n * s + bias)           as GemmaRMSNorm and LayerNorm
 struct NormSpec {
   NormKind kind = NormKind::kNone;
   float eps = 0.0F;

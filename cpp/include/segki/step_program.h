@@ -15,16 +15,19 @@
 namespace segki {
 
 // Runs its ops in order, each reading what the earlier ones wrote. On the host with a concurrent
-// ParallelHook the whole program is one region with a barrier between ops. Never allocates, never
-// blocks on a device. The memory behind the views belongs to the caller and must outlive the
-// program.
+// ParallelHook the whole program is one region with a barrier between ops. Never blocks on a
+// device, and never allocates but in the first run after the default pool has got another size. The
+// memory behind the views belongs to the caller and must outlive the program.
 class SEGKI_EXPORT StepProgram {
  public:
   StepProgram(StepProgram&&) noexcept;
   StepProgram& operator=(StepProgram&&) noexcept;
   ~StepProgram();
 
-  // Throws Error(kBackend) naming the op when a kernel reports a failure.
+  // Not thread-safe: the runs of one program, and of programs whose views share memory that one of
+  // them writes, must come one after another. Other programs may run at the same time. Throws
+  // Error(kBackend) naming the op when a kernel reports a failure, Error(kOutOfMemory) when there
+  // is no scratch for a default pool that has grown.
   void run(void* stream = nullptr);
 
   std::size_t size() const;                   // number of ops
@@ -43,8 +46,9 @@ class SEGKI_EXPORT StepProgram {
 // Checks each op as it is added, so that a finished program has nothing left to check.
 class SEGKI_EXPORT StepProgramBuilder {
  public:
-  // `parallel` is used at run time (a null `run`: the default pool); `parts` of it is read when the
-  // program is finished.
+  // `parallel` is used at run time; its `parts` is read when the program is finished. A null `run`
+  // is the default pool with the size that it has at each run. `allocator` is used for scratch as
+  // long as the program lives.
   explicit StepProgramBuilder(Backend backend, ParallelHook parallel = {},
                               Allocator allocator = {});
   ~StepProgramBuilder();

@@ -54,8 +54,11 @@ BackendTable open_backend_library(const std::string& path) {
     refuse(path, "has a table without a name");
   }
 
+  // Whole slots only: one that the given size cuts is not part of the table.
+  constexpr std::size_t kSlot = sizeof(given->embedding);
+  const std::size_t size = std::min<std::size_t>(given->struct_size, sizeof(BackendTable));
   BackendTable table{};
-  std::memcpy(&table, given, std::min<std::size_t>(given->struct_size, sizeof(table)));
+  std::memcpy(&table, given, kSmallest + (size - kSmallest) / kSlot * kSlot);
   table.struct_size = sizeof(table);
   if (table.instruction_set == nullptr) {
     table.instruction_set = "";

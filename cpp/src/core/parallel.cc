@@ -2,59 +2,30 @@
 
 #include <pthread.h>
 
-#if defined(__linux__)
-#include <sched.h>
-#endif
-
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "core/cores.h"
+#include "core/event.h"
 #include "core/region.h"
 #include "segki/error.h"
 
 namespace segki {
 namespace {
 
-constexpr int kMaxThreads = 1024;
 constexpr int kDefaultSpinUs = 50;
-constexpr int kSpinsBeforeYield = 4000;
-constexpr int kYieldsBeforeSleep = 200;
-
-void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield" ::: "memory");
-#endif
-}
-
-int usable_cores() {
-#if defined(__linux__)
-  for (int cores = 1024; cores <= 1 << 20; cores *= 2) {
-    cpu_set_t* set = CPU_ALLOC(cores);
-    if (set == nullptr) {
-      break;
-    }
-    const std::size_t bytes = CPU_ALLOC_SIZE(cores);
-    const int count = sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
-    CPU_FREE(set);
-    if (count > 0) {
-      return std::min(count, kMaxThreads);
-    }
-  }
-#endif
-  return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMaxThreads);
-}
+// How long the caller waits for its workers, and a part for the others, before it sleeps.
+constexpr std::chrono::microseconds kPatience{1000};
 
 void check_threads(const char* function, int threads, int smallest) {
   if (threads < smallest || threads > kMaxThreads) {
@@ -97,6 +68,33 @@ class FrameScope {
 
 using Body = void (*)(void* argument, std::int32_t part);
 
+// The first exception of a region's parts.
+class Failure {
+ public:
+  // Calls body(argument, part).
+  void guard(Body body, void* argument, std::int32_t part) noexcept {
+    try {
+      body(argument, part);
+    } catch (...) {
+      if (!happened_.test_and_set(std::memory_order_relaxed)) {
+        thrown_ = std::current_exception();
+      }
+    }
+  }
+
+  // When all parts have ended.
+  void rethrow() {
+    if (thrown_) {
+      happened_.clear(std::memory_order_relaxed);
+      std::rethrow_exception(std::exchange(thrown_, nullptr));
+    }
+  }
+
+ private:
+  std::atomic_flag happened_;
+  std::exception_ptr thrown_;
+};
+
 // Worker threads and what they share with the caller of a region. `region` is held during a region
 // and while the number of workers changes.
 struct Crew {
@@ -109,40 +107,26 @@ struct Crew {
   std::int32_t parts = 0;
   const Frame* frame = nullptr;
   bool stop = false;
+  Failure failure;
 
-  alignas(64) std::atomic<std::uint32_t> generation{0};  // publishes the fields above
-  alignas(64) std::atomic<std::int32_t> pending{0};      // workers that have not ended the region
+  Event begun;                                       // publishes the fields above
+  Event ended;                                       // all workers have ended the region
+  alignas(64) std::atomic<std::int32_t> pending{0};  // workers that have not
 };
-
-void wait_for_generation(Crew& crew, std::uint32_t seen, std::chrono::microseconds spin) {
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point end = Clock::now() + spin;
-  do {
-    for (int i = 0; i < 64; ++i) {
-      if (crew.generation.load(std::memory_order_acquire) != seen) {
-        return;
-      }
-      relax();
-    }
-  } while (Clock::now() < end);
-  while (crew.generation.load(std::memory_order_acquire) == seen) {
-    crew.generation.wait(seen, std::memory_order_acquire);
-  }
-}
 
 void work(Crew& crew, std::int32_t part, std::uint32_t seen, std::chrono::microseconds spin) {
   for (;;) {
-    wait_for_generation(crew, seen, spin);
+    crew.begun.wait_past(seen, spin);
     ++seen;
     if (crew.stop) {
       return;
     }
     if (part < crew.parts) {
       const FrameScope scope(crew.frame);
-      crew.body(crew.argument, part);
+      crew.failure.guard(crew.body, crew.argument, part);
     }
     if (crew.pending.fetch_sub(1) == 1) {
-      crew.pending.notify_one();
+      crew.ended.advance();
     }
   }
 }
@@ -162,10 +146,21 @@ class WorkerTeam {
 
   int threads() const { return threads_.load(std::memory_order_relaxed); }
 
+  // Workers that are too many go now; those that lack come with the next region.
   void set_threads(int threads) {
+    if (threads == this->threads()) {
+      return;
+    }
+    if (inside()) {
+      throw Error(ErrorCode::kState,
+                  "set_default_threads: called from within a parallel region of the default pool, "
+                  "accepted between regions");
+    }
     Crew& crew = this->crew();
     const std::lock_guard lock(crew.region);
-    dismiss(crew);
+    if (static_cast<int>(crew.workers.size()) >= threads) {
+      dismiss(crew);
+    }
     threads_.store(threads, std::memory_order_relaxed);
   }
 
@@ -173,9 +168,11 @@ class WorkerTeam {
   // a call from within a region of this same team runs its parts one after another.
   void run(std::int32_t parts, Body body, void* argument) {
     if (parts <= 1 || inside()) {
+      Failure failure;
       for (std::int32_t part = 0; part < parts; ++part) {
-        body(argument, part);
+        failure.guard(body, argument, part);
       }
+      failure.rethrow();
       return;
     }
     Crew& crew = this->crew();
@@ -187,13 +184,14 @@ class WorkerTeam {
     crew.parts = parts;
     crew.frame = &frame;
     crew.pending.store(static_cast<std::int32_t>(crew.workers.size()), std::memory_order_relaxed);
-    crew.generation.fetch_add(1);
-    crew.generation.notify_all();
+    const std::uint32_t ended = crew.ended.count();
+    crew.begun.advance();
     {
       const FrameScope scope(&frame);
-      body(argument, 0);
+      crew.failure.guard(body, argument, 0);
     }
-    wait_for_workers(crew);
+    crew.ended.wait_past(ended, kPatience);
+    crew.failure.rethrow();
   }
 
   static void run_hook(void* context, std::int32_t parts, Body body, void* argument) {
@@ -235,7 +233,7 @@ class WorkerTeam {
   }
 
   void hire(Crew& crew, std::int32_t count) {
-    const std::uint32_t seen = crew.generation.load(std::memory_order_relaxed);
+    const std::uint32_t seen = crew.begun.count();
     while (static_cast<std::int32_t>(crew.workers.size()) < count) {
       const auto part = static_cast<std::int32_t>(crew.workers.size()) + 1;
       try {
@@ -249,31 +247,12 @@ class WorkerTeam {
 
   void dismiss(Crew& crew) {
     crew.stop = true;
-    crew.generation.fetch_add(1);
-    crew.generation.notify_all();
+    crew.begun.advance();
     for (std::thread& worker : crew.workers) {
       worker.join();
     }
     crew.workers.clear();
     crew.stop = false;
-  }
-
-  static void wait_for_workers(Crew& crew) {
-    for (int i = 0; i < kSpinsBeforeYield + kYieldsBeforeSleep; ++i) {
-      if (crew.pending.load(std::memory_order_acquire) == 0) {
-        return;
-      }
-      if (i < kSpinsBeforeYield) {
-        relax();
-      } else {
-        std::this_thread::yield();
-      }
-    }
-    std::int32_t pending = crew.pending.load(std::memory_order_acquire);
-    while (pending != 0) {
-      crew.pending.wait(pending, std::memory_order_acquire);
-      pending = crew.pending.load(std::memory_order_acquire);
-    }
   }
 
   std::atomic<int> threads_;
@@ -283,7 +262,8 @@ class WorkerTeam {
 
 // Lives until the process ends: a host's threads may still call ops while destructors run.
 WorkerTeam& default_team() {
-  static WorkerTeam& team = *std::make_unique<WorkerTeam>(usable_cores(), kDefaultSpinUs).release();
+  static WorkerTeam& team =
+      *std::make_unique<WorkerTeam>(default_thread_count(), kDefaultSpinUs).release();
   return team;
 }
 
@@ -313,16 +293,18 @@ ParallelHook ThreadPool::hook() { return team_->hook(); }
 
 ParallelHook default_parallel() { return default_team().hook(); }
 
+int default_threads() { return default_team().threads(); }
+
 void set_default_threads(int threads) {
   check_threads("set_default_threads", threads, 1);
   default_team().set_threads(threads);
 }
 
-// All parts meet at `arrived`; the last one opens the next generation.
+// All parts meet at `arrived`; the last one opens the barrier.
 struct Barrier::State {
   std::int32_t parts = 1;
   alignas(64) std::atomic<std::int32_t> arrived{0};
-  alignas(64) std::atomic<std::uint32_t> generation{0};
+  Event opened;
 };
 
 Barrier::Barrier(std::int32_t parts) : state_(std::make_unique<State>()) {
@@ -340,19 +322,13 @@ void Barrier::wait() {
   if (state.parts == 1) {
     return;
   }
-  const std::uint32_t generation = state.generation.load(std::memory_order_relaxed);
+  const std::uint32_t opened = state.opened.count();
   if (state.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == state.parts) {
     state.arrived.store(0, std::memory_order_relaxed);
-    state.generation.store(generation + 1, std::memory_order_release);
+    state.opened.advance();
     return;
   }
-  for (int spins = 0; state.generation.load(std::memory_order_acquire) == generation; ++spins) {
-    if (spins < kSpinsBeforeYield) {
-      relax();
-    } else {
-      std::this_thread::yield();
-    }
-  }
+  state.opened.wait_past(opened, kPatience);
 }
 
 }  // namespace segki

@@ -133,12 +133,14 @@ HWY_INLINE void store(VF v, F16* p) {
 // The first n lanes, 0 <= n <= kLanes; nothing past p[n - 1] is touched and other lanes are 0.
 template <typename T>
 HWY_INLINE VF load_n(const T* p, std::int64_t n) {
+  HWY_ASSUME(n >= 0 && n <= kLanes);
   alignas(64) T buffer[kLanes] = {};
   std::memcpy(buffer, p, static_cast<std::size_t>(n) * sizeof(T));
   return load(buffer);
 }
 template <typename T>
 HWY_INLINE void store_n(VF v, T* p, std::int64_t n) {
+  HWY_ASSUME(n >= 0 && n <= kLanes);
   alignas(64) T buffer[kLanes];
   store(v, buffer);
   std::memcpy(p, buffer, static_cast<std::size_t>(n) * sizeof(T));

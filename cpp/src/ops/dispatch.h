@@ -25,12 +25,22 @@ struct FreeScratch {
 [[noreturn]] void throw_failed(const char* op, const Backend& backend, std::int32_t code);
 [[noreturn]] void throw_no_scratch(const char* op, std::size_t bytes);
 
+// The backend's kernel for an op, null when it has none: the table of an older backend ends before
+// the newest slots.
+template <typename Args>
+Kernel<Args> kernel_of(const BackendTable& table) {
+  constexpr auto kSlot = OpTraits<Args>::kSlot;
+  const auto begin = reinterpret_cast<std::uintptr_t>(&table);
+  const auto end = reinterpret_cast<std::uintptr_t>(&(table.*kSlot)) + sizeof(Kernel<Args>);
+  return end - begin <= table.struct_size ? table.*kSlot : nullptr;
+}
+
 // `bytes` estimates the memory that the op goes through.
 template <typename Args>
 void run(const Backend& backend, const Args& args, const RunOptions& options, std::size_t bytes) {
   using Traits = OpTraits<Args>;
   const BackendTable& table = backend.table();
-  const Kernel<Args> kernel = table.*Traits::kSlot;
+  const Kernel<Args> kernel = kernel_of<Args>(table);
   if (kernel == nullptr) {
     throw_no_kernel(Traits::kName, backend);
   }

@@ -3,8 +3,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -21,24 +24,44 @@ namespace nb = nanobind;
 namespace segki::python {
 namespace {
 
-// An allocator made of two Python callables: `allocate(bytes) -> address`, `release(address,
-// bytes)`.
+// An allocator made of two Python callables: `allocate(bytes) -> address` (None: no memory) and
+// `release(address, bytes)`.
 struct PythonMemory {
   nb::callable allocate;
   nb::callable release;
 
+  void* take(std::size_t bytes) const {
+    nb::gil_scoped_acquire gil;
+    const nb::object given = allocate(bytes);
+    if (given.is_none()) return nullptr;
+    std::uintptr_t address = 0;
+    if (!nb::try_cast(given, address)) {
+      throw Error(ErrorCode::kInvalidArgument,
+                  std::string("HybridCache: argument 'allocate' returned ") +
+                      nb::repr(given).c_str() + ", accepted an address (int) or None");
+    }
+    return reinterpret_cast<void*>(address);  // NOLINT: addresses cross from Python as integers
+  }
+
+  // Called while memory is given back, where nobody can catch: an exception goes to
+  // sys.unraisablehook, and one that is on its way already stays.
+  void give_back(void* address, std::size_t bytes) const noexcept {
+    nb::gil_scoped_acquire gil;
+    const nb::error_scope on_its_way;
+    try {
+      release(reinterpret_cast<std::uintptr_t>(address), bytes);
+    } catch (nb::python_error& raised) {
+      raised.discard_as_unraisable(release);
+    }
+  }
+
   Allocator allocator() {
     return Allocator{this,
-                     [](void* self, std::size_t bytes) -> void* {
-                       nb::gil_scoped_acquire gil;
-                       const auto address = nb::cast<std::uintptr_t>(
-                           static_cast<PythonMemory*>(self)->allocate(bytes));
-                       return reinterpret_cast<void*>(address);  // NOLINT
+                     [](void* self, std::size_t bytes) {
+                       return static_cast<const PythonMemory*>(self)->take(bytes);
                      },
                      [](void* self, void* address, std::size_t bytes) {
-                       nb::gil_scoped_acquire gil;
-                       static_cast<PythonMemory*>(self)->release(
-                           reinterpret_cast<std::uintptr_t>(address), bytes);
+                       static_cast<const PythonMemory*>(self)->give_back(address, bytes);
                      }};
   }
 };

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/region.h"
+#include "ops/dispatch.h"
 #include "runtime/memory.h"
 #include "segki/error.h"
 #include "segki/parallel.h"
@@ -39,15 +40,6 @@ struct Op {
 template <typename Args>
 std::int32_t call_kernel(AnyKernel kernel, const void* args, const Exec* exec) {
   return reinterpret_cast<Kernel<Args>>(kernel)(static_cast<const Args*>(args), exec);
-}
-
-// A table of an older backend ends before its newest slots.
-template <typename Args>
-Kernel<Args> kernel_of(const BackendTable& table) {
-  constexpr auto slot = OpTraits<Args>::kSlot;
-  const auto end = reinterpret_cast<std::uintptr_t>(&(table.*slot)) + sizeof(Kernel<Args>);
-  if (end - reinterpret_cast<std::uintptr_t>(&table) > table.struct_size) return nullptr;
-  return table.*slot;
 }
 
 const char* name_of(OpId id) {
@@ -119,10 +111,12 @@ struct StepProgram::Impl {
 
   Backend backend;
   ParallelHook parallel;  // a null `run`: the default pool
-  std::int32_t parts = 1;
+  Allocator allocator;
+  std::int32_t parts = 0;  // that scratch and barrier are for
   std::vector<Op> ops;
   std::vector<std::byte> arena;
-  std::size_t part_scratch = 0;
+  std::size_t scratch_needed = 0;  // bytes a part
+  std::size_t part_scratch = 0;    // and from one part's to the next
   Block scratch;
   std::optional<Barrier> barrier;
 
@@ -139,6 +133,7 @@ struct StepProgram::Impl {
   };
 
   void run(void* stream, double* seconds);
+  void fit(std::int32_t count);
   void throw_failure(const Failure& failure) const;
   static void run_part(void* argument, std::int32_t part);
 };
@@ -174,29 +169,47 @@ void StepProgram::Impl::run_part(void* argument, std::int32_t part) {
 }
 
 void StepProgram::Impl::run(void* stream, double* seconds) {
-  ParallelHook hook;
-  if (backend.table().is_host != 0 && parts > 1) {
-    hook = parallel.run != nullptr ? parallel : default_parallel();
+  ParallelHook hook = parallel;
+  if (backend.table().is_host != 0 && parallel.run == nullptr) {
+    hook = default_parallel();  // whose size may have changed
+    fit(hook.parts);
   }
-  // The default pool may have become smaller since the program was finished.
-  const std::int32_t run_parts = parallel.run != nullptr ? parts : std::min(parts, hook.parts);
   Failure failure;
-  if (run_parts == 1) {
+  if (parts == 1) {
     Region region{*this, stream, 1, 0, ops.size(), nullptr, seconds, failure};
     run_part(&region, 0);
-  } else if (hook.concurrent != 0 && run_parts == parts && !inside_region()) {
+  } else if (hook.concurrent != 0 && !inside_region()) {
     Region region{*this, stream, parts, 0, ops.size(), &*barrier, seconds, failure};
     hook.run(hook.context, parts, run_part, &region);
   } else {
     for (std::size_t i = 0; i < ops.size() && !failure.happened(); ++i) {
-      Region region{*this, stream, run_parts, i, i + 1, nullptr, nullptr, failure};
+      Region region{*this, stream, parts, i, i + 1, nullptr, nullptr, failure};
       const auto start = seconds != nullptr ? std::chrono::steady_clock::now()
                                             : std::chrono::steady_clock::time_point();
-      hook.run(hook.context, run_parts, run_part, &region);
+      hook.run(hook.context, parts, run_part, &region);
       if (seconds != nullptr) seconds[i] = seconds_since(start);
     }
   }
   if (failure.happened()) throw_failure(failure);
+}
+
+// Gives each of `count` parts its scratch, and a barrier to meet at. All stays as it was when there
+// is no memory.
+void StepProgram::Impl::fit(std::int32_t count) {
+  if (count == parts) return;
+  const auto wanted = static_cast<std::size_t>(count);
+  constexpr std::size_t kMaxBytes = std::numeric_limits<std::ptrdiff_t>::max();
+  if (scratch_needed > kMaxBytes / wanted - kMemoryAlignment) {
+    throw Error(ErrorCode::kOutOfMemory, "step program: scratch of " +
+                                             std::to_string(scratch_needed) +
+                                             " bytes a part is more than an address can reach");
+  }
+  part_scratch = round_up(scratch_needed, kMemoryAlignment);
+  if (part_scratch * wanted > scratch.bytes()) {
+    scratch = Block(allocator, part_scratch * wanted, "step program");
+  }
+  if (count > 1) barrier.emplace(count);
+  parts = count;
 }
 
 void StepProgram::Impl::throw_failure(const Failure& failure) const {
@@ -251,7 +264,7 @@ void StepProgramBuilder::Impl::add(const Args& args) {
   static_assert(alignof(Args) <= alignof(std::max_align_t));
   check(args);
   const BackendTable& table = backend.table();
-  const Kernel<Args> kernel = kernel_of<Args>(table);
+  const Kernel<Args> kernel = ops::kernel_of<Args>(table);
   if (kernel == nullptr) {
     throw Error(ErrorCode::kUnsupported, "step program: backend \"" + backend.name() +
                                              "\" has no kernel for " + OpTraits<Args>::kName);
@@ -352,32 +365,23 @@ StepProgram StepProgramBuilder::finish() {
   const bool on_host = builder.backend.table().is_host != 0;
   auto program = std::make_unique<StepProgram::Impl>(builder.backend);
   program->parallel = builder.parallel;
+  program->allocator = builder.allocator;
+  std::int32_t parts = 1;
   if (on_host) {
-    program->parts =
-        builder.parallel.run != nullptr ? builder.parallel.parts : default_parallel().parts;
-    if (program->parts < 1 || program->parts > kMaxParts) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "step program: parallel.parts is " + std::to_string(program->parts) +
-                      ", accepted is 1 to " + std::to_string(kMaxParts));
+    parts = builder.parallel.run != nullptr ? builder.parallel.parts : default_parallel().parts;
+    if (parts < 1 || parts > kMaxParts) {
+      throw Error(ErrorCode::kInvalidArgument, "step program: parallel.parts is " +
+                                                   std::to_string(parts) + ", accepted is 1 to " +
+                                                   std::to_string(kMaxParts));
     }
   }
-  const auto parts = static_cast<std::size_t>(program->parts);
-  if (builder.part_scratch > 0) {
-    if (!on_host && builder.allocator.allocate == nullptr) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "step program: allocator is the C++ heap, accepted for the device backend \"" +
-                      builder.backend.name() + "\" is one that gives its memory");
-    }
-    constexpr std::size_t kMaxBytes = std::numeric_limits<std::ptrdiff_t>::max();
-    if (builder.part_scratch > kMaxBytes / parts - kMemoryAlignment) {
-      throw Error(ErrorCode::kOutOfMemory, "step program: scratch of " +
-                                               std::to_string(builder.part_scratch) +
-                                               " bytes a part is more than an address can reach");
-    }
-    program->part_scratch = round_up(builder.part_scratch, kMemoryAlignment);
-    program->scratch = Block(builder.allocator, program->part_scratch * parts, "step program");
+  if (builder.part_scratch > 0 && !on_host && builder.allocator.allocate == nullptr) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "step program: allocator is the C++ heap, accepted for the device backend \"" +
+                    builder.backend.name() + "\" is one that gives its memory");
   }
-  if (program->parts > 1) program->barrier.emplace(program->parts);
+  program->scratch_needed = builder.part_scratch;
+  program->fit(parts);
   program->ops = std::exchange(builder.ops, {});
   program->arena = std::exchange(builder.arena, {});
   builder.part_scratch = 0;
