@@ -72,8 +72,12 @@ class Injection:
 
     def settle(self) -> None:
         """A generation has ended: what differs now is the doing of the model's own forward."""
-        if self.watch is not None:
-            self.watch.settle()
+        if self.turn.acquire(blocking=False):
+            try:
+                assert self.watch is not None
+                self.watch.settle()
+            finally:
+                self.turn.release()
 
     def unbind(self) -> None:
         """Put the forwards back and give native memory back."""

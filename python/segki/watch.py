@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,7 @@ class Entry:
     kind: type
     forward: Callable[..., Any]
     scalars: dict[str, Any]
+    children: list[nn.Module | None]
     parameters: set[str]
     facts: list[Any]
     buffers: dict[str, Buffer]
@@ -143,7 +144,8 @@ class Watch:
         }
         numbers = {name: value for name, value in scalars(module).items() if (id(module), name) not in self.passing}
         kind = type(module)
-        return Entry(module, kind, kind.forward, numbers, set(module._parameters), self._facts(module), buffers)
+        children = list(module._modules.values())
+        return Entry(module, kind, kind.forward, numbers, children, set(module._parameters), self._facts(module), buffers)
 
     @staticmethod
     def _facts(module: nn.Module) -> list[tuple[type, torch.dtype, torch.Size, tuple[int, ...], torch.device] | None]:
@@ -154,20 +156,21 @@ class Watch:
 
     def change(self, model: nn.Module) -> str | None:
         """The first difference to `model` as it is now, described; None when there is none."""
-        modules = list(model.modules())
-        if len(modules) != len(self._entries):
-            return f"the module tree has {len(modules)} modules, it had {len(self._entries)}"
-        for module, entry in zip(modules, self._entries, strict=True):
-            kind = entry.kind
-            if module is not entry.module or type(module) is not kind:
+        if model is not self.modules[0]:
+            return "it is another model"
+        for entry in self._entries:
+            module, kind = entry.module, entry.kind
+            if type(module) is not kind:
                 return f"a {kind.__name__} has become a {type(module).__name__}"
+            if list(module._modules.values()) != entry.children:
+                return f"the modules inside of a {kind.__name__} are others"
             if kind.forward is not entry.forward:
                 return f"{kind.__name__}.forward has become another function"
             if module._parameters.keys() != entry.parameters or self._facts(module) != entry.facts:
                 return f"the parameters of a {kind.__name__} have another type, dtype, shape, layout or device"
-            if (name := next(_moved_scalars(entry), None)) is not None:
+            if entry.scalars and (name := next(_moved_scalars(entry), None)) is not None:
                 return f"{kind.__name__}.{name} has become {vars(module).get(name)}, it was {entry.scalars[name]}"
-            if (name := next(_moved_buffers(entry), None)) is not None:
+            if entry.buffers and (name := next(_moved_buffers(entry), None)) is not None:
                 return f"the buffer {name} of a {kind.__name__} has other values"
         for config, before in self._configs:
             now = vars(config)
@@ -179,15 +182,15 @@ class Watch:
     def settle(self) -> None:
         """Call after a run of the model: what is different now was changed by its own forward and is not watched any more."""
         for entry in self._entries:
-            for name in list(_moved_scalars(entry)):
+            for name in list(_moved_scalars(entry)) if entry.scalars else ():
                 del entry.scalars[name]
                 self.passing.add((id(entry.module), name))
-            for name in list(_moved_buffers(entry)):
+            for name in list(_moved_buffers(entry)) if entry.buffers else ():
                 del entry.buffers[name]
                 self.passing.add((id(entry.module), name))
 
 
-def _moved_scalars(entry: Entry) -> Any:
+def _moved_scalars(entry: Entry) -> Iterator[str]:
     attributes = vars(entry.module)
     for name, value in entry.scalars.items():
         now = attributes.get(name)
@@ -195,7 +198,7 @@ def _moved_scalars(entry: Entry) -> Any:
             yield name
 
 
-def _moved_buffers(entry: Entry) -> Any:
+def _moved_buffers(entry: Entry) -> Iterator[str]:
     for name, buffer in entry.buffers.items():
         now = entry.module._buffers.get(name)
         if now is None or not buffer.same(now):

@@ -172,6 +172,14 @@ def test_a_hooked_vision_tower_does_not_matter() -> None:
     assert hooks == [[*m._forward_pre_hooks, *m._forward_hooks] for m in model.modules()]
 
 
+def test_a_vision_tower_hooked_after_inject_does_not_matter() -> None:
+    model = build()
+    report = segki.inject(model)
+    model.model.visual.register_forward_hook(lambda *_: None)
+    model.generate(torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=3, pad_token_id=0)
+    assert report.rung == 1 and not report.fallbacks
+
+
 def test_an_unusual_vision_tower_does_not_matter() -> None:
     """In another dtype, with packed weights, patched, with dropout in training mode."""
     model = build()

@@ -214,6 +214,18 @@ def test_settings_that_generation_does_not_read_cost_nothing() -> None:
     assert binding(pair.model) is engine and not segki.explain(pair.model).fallbacks
 
 
+def test_a_forward_set_to_the_classs_own_is_no_patch() -> None:
+    pair = new_pair()
+    layer = pair.model.model.layers[0]
+    layer.forward = layer.forward
+    pair.check(families.prompt(1, 9), **GREEDY)
+    assert not segki.explain(pair.model).fallbacks
+    layer.forward = pair.model.model.layers[1].forward
+    pair.original.model.layers[0].forward = pair.original.model.layers[1].forward
+    pair.check(families.prompt(1, 9), **GREEDY)
+    assert any("patched" in reason for reason in segki.explain(pair.model).fallbacks)
+
+
 def test_a_custom_attention_set_after_inject_is_called() -> None:
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
 

@@ -79,6 +79,11 @@ def _harmless(hook: Any) -> bool:
     return home.startswith("transformers.") and getattr(hook, "__qualname__", "").endswith(".<locals>.make_inputs_require_grads")
 
 
+def _is_own(module: nn.Module, forward: object) -> bool:
+    """Whether a forward set on a module is the one that its class gives it anyway (transformers 4 leaves it after recording outputs)."""
+    return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+
+
 def module_problem(name: str, module: nn.Module) -> str | None:
     """Why a module (without its children) may compute something else than its class does, or None."""
     label = name or type(module).__name__
@@ -87,7 +92,7 @@ def module_problem(name: str, module: nn.Module) -> str | None:
     forward = vars(module).get("forward")
     if isinstance(forward, Rebound) and forward.owner is not None:
         forward = forward.previous  # segki's own; what it stands for counts
-    if forward is not None:
+    if forward is not None and not _is_own(module, forward):
         return f"{label} has a forward of its own (patched)"
     if hooked(module):
         return f"{label} has forward hooks"
