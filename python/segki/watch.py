@@ -108,6 +108,10 @@ class Entry:
     facts: list[Any]
     buffers: dict[str, Buffer]
 
+    def scalars_moved(self) -> bool:
+        """Whether any scalar is another one; lists compare identities first, so that a NaN is itself."""
+        return list(map(vars(self.module).get, self.scalars)) != list(self.scalars.values())
+
 
 class Watch:
     """A model at one moment: its modules, their classes, forwards, scalars and buffers, its configurations, and each parameter's dtype,
@@ -168,10 +172,11 @@ class Watch:
                 return f"{kind.__name__}.forward has become another function"
             if module._parameters.keys() != entry.parameters or self._facts(module) != entry.facts:
                 return f"the parameters of a {kind.__name__} have another type, dtype, shape, layout or device"
-            if entry.scalars and (name := next(_moved_scalars(entry), None)) is not None:
+            if entry.scalars_moved():
+                name = next(_moved_scalars(entry))
                 return f"{kind.__name__}.{name} has become {vars(module).get(name)}, it was {entry.scalars[name]}"
-            if entry.buffers and (name := next(_moved_buffers(entry), None)) is not None:
-                return f"the buffer {name} of a {kind.__name__} has other values"
+            if entry.buffers and (buffer := next(_moved_buffers(entry), None)) is not None:
+                return f"the buffer {buffer} of a {kind.__name__} has other values"
         for config, before in self._configs:
             now = vars(config)
             for name, value in before.items():
@@ -182,7 +187,7 @@ class Watch:
     def settle(self) -> None:
         """Call after a run of the model: what is different now was changed by its own forward and is not watched any more."""
         for entry in self._entries:
-            for name in list(_moved_scalars(entry)) if entry.scalars else ():
+            for name in list(_moved_scalars(entry)) if entry.scalars_moved() else ():
                 del entry.scalars[name]
                 self.passing.add((id(entry.module), name))
             for name in list(_moved_buffers(entry)) if entry.buffers else ():
@@ -192,10 +197,7 @@ class Watch:
 
 def _moved_scalars(entry: Entry) -> Iterator[str]:
     attributes = vars(entry.module)
-    for name, value in entry.scalars.items():
-        now = attributes.get(name)
-        if now is not value and now != value:
-            yield name
+    yield from (name for name, value in entry.scalars.items() if [attributes.get(name)] != [value])
 
 
 def _moved_buffers(entry: Entry) -> Iterator[str]:

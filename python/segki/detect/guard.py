@@ -86,6 +86,11 @@ def _is_own(module: nn.Module, forward: object) -> bool:
 
 def module_problem(name: str, module: nn.Module) -> str | None:
     """Why a module (without its children) may compute something else than its class does, or None."""
+    attributes = module.__dict__
+    if not (
+        module.training or "forward" in attributes or "_hf_hook" in attributes or "parametrizations" in module._modules or hooked(module)
+    ):
+        return None
     label = name or type(module).__name__
     if "_hf_hook" in vars(module):
         return f"{label} is dispatched by accelerate"
