@@ -64,14 +64,8 @@ inline Sized convolved(const GatedDeltaArgs& a, std::int64_t r, std::int64_t cha
   return sum;
 }
 
-inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 inline double softplus(double x) { return x > 40.0 ? x : std::log1p(std::exp(x)); }
 
-// Whether fp32 may round a value of this size to another neighbour than double precision does.
-inline bool doubtful(DType dtype, double value, double size) {
-  const double slack = 0x1p-20 * size;
-  return dtype != DType::kF32 && rounded(dtype, value - slack) != rounded(dtype, value + slack);
-}
 inline bool doubtful_channel(const GatedDeltaArgs& a, std::int64_t r, std::int64_t channel) {
   const DType dtype = a.q.dtype;
   const Sized sum = convolved(a, r, channel);

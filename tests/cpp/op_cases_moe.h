@@ -277,7 +277,7 @@ inline std::vector<Expected> expected(const ExpertProjectionArgs& a) {
       if (a.shared.present()) {
         double t = at(a.shared, r, h);
         if (a.shared_gate.present()) {
-          t = rounded(dtype, rounded(dtype, 1.0 / (1.0 + std::exp(-at(a.shared_gate, r, 0)))) * t);
+          t = rounded(dtype, rounded(dtype, sigmoid(at(a.shared_gate, r, 0))) * t);
         }
         value = rounded(dtype, value + t);
         size += std::abs(t);
@@ -618,7 +618,17 @@ inline std::unique_ptr<Problem<ExpertProjectionArgs>> make_down_problem(const Ex
   a.weight_stride = add_experts(*p, c, dtype, chosen, {&a.weight}, {&a.bias}, rng);
   a.transposed = c.layout == Layout::kSideBySide ? 1 : 0;
   if (c.shared) a.shared = p->tensor(dtype, Shape{c.rows, c.outputs}, 4).fill(random).view();
-  if (c.shared_gate) a.shared_gate = p->tensor(dtype, Shape{c.rows, 1}, 2).fill(random).view();
+  if (c.shared_gate) {
+    // Not next to a boundary of its sigmoid's rounding, where fp32 decides for a whole row.
+    const auto settled = [&] {
+      for (;;) {
+        const double gate = reference::rounded(dtype, normal(rng));
+        const double opened = reference::sigmoid(gate);
+        if (!reference::doubtful(dtype, opened, opened)) return gate;
+      }
+    };
+    a.shared_gate = p->tensor(dtype, Shape{c.rows, 1}, 2).fill(settled).view();
+  }
   a.round_products = c.round_products ? 1 : 0;
   a.round_sums = c.round_sums ? 1 : 0;
   a.routed_scale = c.routed_scale;

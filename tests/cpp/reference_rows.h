@@ -138,6 +138,14 @@ inline std::int64_t slot_of(const TensorView& slots, std::int64_t r) {
   return slots.present() ? row_value(slots, r) : r;
 }
 
+inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+
+// Whether fp32 may round a value of this size to another neighbour than double precision does.
+inline bool doubtful(DType dtype, double value, double size) {
+  const double slack = 0x1p-20 * size;
+  return dtype != DType::kF32 && rounded(dtype, value - slack) != rounded(dtype, value + slack);
+}
+
 // An element that an op writes: where, what, and the size of the numbers that it came from.
 // `doubtful`: fp32's error decides one of its roundings, and so which neighbour it is.
 struct Expected {
