@@ -49,10 +49,11 @@ inline Sized convolved(const GatedDeltaPrefillArgs& a, std::int64_t s, std::int6
   return sum;
 }
 
-// As doubtful(), where the step to the other neighbour is large enough to be seen further on.
+// As doubtful(), where the step to the other neighbour is large enough to be seen further on: the
+// fp32 state is compared to a few millionths of its columns.
 inline bool matters(DType dtype, double value, double size) {
-  const double step = std::abs(value) * (dtype == DType::kBF16 ? 0x1p-8 : 0x1p-11);
-  return step > 2e-5 && doubtful(dtype, value, size);
+  const double step = std::abs(value) * (dtype == DType::kBF16 ? 0x1p-7 : 0x1p-10);
+  return step > 1e-6 && doubtful(dtype, value, size);
 }
 
 inline bool doubtful_channel(const GatedDeltaPrefillArgs& a, std::int64_t s, std::int64_t token,
@@ -108,8 +109,11 @@ inline void expect_out(std::vector<Expected>& all, const GatedDeltaPrefillArgs& 
     // Where 1 + tanh or 1 + erf cancel, fp32 errs by the size of z.
     const double gate_size = std::max(std::abs(gate), 0.1 * std::abs(z));
     const double summed = std::abs(s) * gate_size * error * scale;
-    // fp32 errs by the size of what was summed; rounding by the value, or by f16's least step.
-    const double rounding = std::max(2.0 * std::abs(value), dtype == DType::kF16 ? 0x1p-14 : 0.0);
+    // fp32 errs by the size of what was summed; rounding by the value, or by f16's least step: of
+    // o, which the norm may make a large one, of n, and of the result.
+    const double steps = 1.0 + std::abs(s) * gate_size * (1.0 + scale);
+    const double least = dtype == DType::kF16 ? 0x1p-14 * steps : 0.0;
+    const double rounding = std::max(2.0 * std::abs(value), least);
     all.push_back({a.out, offset(a.out, token, head * value_dim + c), value,
                    std::max(rounding, dtype == DType::kF32 ? summed : 1e-3 * summed)});
   }
@@ -131,7 +135,7 @@ inline void expect_sequence(std::vector<Expected>& all, const GatedDeltaPrefillA
   for (std::size_t i = 0; given && i < state.size(); ++i) {
     state[i] = get(a.state, offset(a.state, s, head) + static_cast<std::int64_t>(i));
   }
-  double largest = 0.0;  // column of the state so far
+  double largest = 0.0;  // column of the state so far, and of what was added to it
   for (std::size_t t = 0; t < y.size(); ++t) {
     const std::int64_t token = begin + static_cast<std::int64_t>(t);
     const Row q = normalised(y[t], static_cast<std::size_t>(h * key_dim), rows, eps,
@@ -143,8 +147,13 @@ inline void expect_sequence(std::vector<Expected>& all, const GatedDeltaPrefillA
                                   softplus(at(a.a, token, h, g) + at(a.dt_bias, head)));
     Row o(columns, 0.0);
     for (std::size_t c = 0; c < columns; ++c) {
-      double seen = 0.0;
-      for (std::size_t i = 0; i < rows; ++i) seen += (state[i * columns + c] *= decay) * k[i];
+      double seen = 0.0, decayed = 0.0;
+      for (std::size_t i = 0; i < rows; ++i) {
+        double& now = state[i * columns + c];
+        now *= decay;
+        seen += now * k[i];
+        decayed += now * now;
+      }
       const double v = y[t][static_cast<std::size_t>(2 * keys + head * value_dim) + c];
       double column = 0.0;
       for (std::size_t i = 0; i < rows; ++i) {
@@ -153,7 +162,7 @@ inline void expect_sequence(std::vector<Expected>& all, const GatedDeltaPrefillA
         o[c] += now * q[i];
         column += now * now;
       }
-      largest = std::max(largest, std::sqrt(column));
+      largest = std::max(largest, std::sqrt(std::max(column, decayed)));
     }
     for (double& x : o) x = rounded(dtype, x);
     expect_out(all, a, token, head, o, largest * std::abs(static_cast<double>(a.query_scale)));

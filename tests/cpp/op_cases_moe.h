@@ -236,7 +236,12 @@ inline std::vector<Expected> expected(const ExpertGatedProjectionArgs& a) {
         const double summed = slope * g.size * std::abs(u.value) + std::abs(act) * u.size;
         const double value = rounded(dtype, act * u.value);
         const double size = std::max(std::abs(value), std::abs(g.value * u.value));
-        all.push_back({a.out, offset(a.out, r, j, f), value, error_size(dtype, size, summed)});
+        const segki::testing::Interval accepted = gated_interval(a, r, j, f);
+        all.push_back({.view = a.out,
+                       .offset = offset(a.out, r, j, f),
+                       .value = value,
+                       .magnitude = error_size(dtype, size, summed),
+                       .error = std::max(accepted.high - value, value - accepted.low)});
       }
     }
   }

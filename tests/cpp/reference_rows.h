@@ -148,12 +148,15 @@ inline bool doubtful(DType dtype, double value, double size) {
 
 // An element that an op writes: where, what, and the size of the numbers that it came from.
 // `doubtful`: fp32's error decides one of its roundings, and so which neighbour it is.
+// `error`: how far away a correct kernel may be, where roundings before the last one decide more
+// than the tolerance of `magnitude` allows for.
 struct Expected {
   TensorView view;
   std::int64_t offset;
   double value;
   double magnitude;
   bool doubtful = false;
+  double error = 0.0;
 };
 
 using Row = std::vector<double>;

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <iterator>
 #include <random>
@@ -42,7 +44,8 @@ void check_values(const std::vector<reference::Expected>& expected) {
     const bool counts = e.view.dtype != DType::kF32 && e.magnitude > 0.0;
     if (counts) ++(e.doubtful ? doubtful : results);
     if (counts && !e.doubtful && got != e.value) ++different;
-    if (std::abs(got - e.value) <= tolerance(e.view.dtype) * e.magnitude) continue;
+    const double allowed = std::max(tolerance(e.view.dtype) * e.magnitude, e.error);
+    if (std::abs(got - e.value) <= allowed) continue;
     if (++wrong <= 3) {
       ADD_FAILURE() << OpTraits<Args>::kName << " at " << e.offset << ": got " << got << ", want "
                     << e.value;
