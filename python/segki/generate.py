@@ -239,8 +239,9 @@ def decode(
     config: Any,
     streamer: Any,
     inputs: dict[str, Any],
+    settle: Callable[[], None],
 ) -> Any:
-    """Prefill by the model, decode by the native step; returns what transformers' `_sample` returns."""
+    """Prefill by the model, then `settle()`, decode by the native step; returns what transformers' `_sample` returns."""
     follow_torch()
     rule = request.rule
     assert engine.cache is not None
@@ -254,6 +255,7 @@ def decode(
     except Decline:
         cache.layers = own
         raise
+    settle()
     wanted = bool(config.return_dict_in_generate)
     if streamer is not None or (wanted and (config.output_scores or config.output_logits or has_linear_state(engine.plan))):
         rule = dataclasses.replace(rule, check_every=1)  # a recurrent state that is handed back cannot take a step back
@@ -283,11 +285,12 @@ def decode(
 
 
 def decoding_method(
-    ready: Callable[[], Engine], log: Callable[[str], None], streamer: Any, turn: threading.Lock
+    ready: Callable[[], Engine], settle: Callable[[], None], log: Callable[[str], None], streamer: Any, turn: threading.Lock
 ) -> Callable[..., Any]:
     """What `generate` calls instead of `_sample`; requests that the native step cannot serve go to the model's own method.
 
-    `ready` gives the engine, checked against the model as it is now, or raises `Decline`. `turn` is held while the native step runs: its
+    `ready` gives the engine, checked against the model as it is now, or raises `Decline`; `settle` is called once the model's own forward
+    has run after that, and before anybody else's code does. `turn` is held while the native step runs: its
     cache and buffers serve one generation at a time, a second one (another thread, or a streamer that generates) is the model's own.
     """
 
@@ -309,7 +312,7 @@ def decoding_method(
             engine = ready()
             request = plan_request(engine, model, input_ids, logits_processor, stopping_criteria, generation_config, inputs)
             step = room(engine, input_ids.shape[0], request)
-            return decode(engine, step, model, input_ids, request, logits_processor, generation_config, streamer, inputs)
+            return decode(engine, step, model, input_ids, request, logits_processor, generation_config, streamer, inputs, settle)
         except Decline as reason:
             log(str(reason))
         finally:

@@ -52,7 +52,7 @@ class Injection:
     def bind(self) -> Report:
         """Detect the model as it is now, build its native step and rebind the forwards that go with it."""
         self.unbind()
-        passing = self.watch.passing if self.watch is not None else set()
+        passing = self.watch.passing if self.watch is not None else ()
         aside = beside(self.model)
         self._read = [(name, module) for name, module in self.model.named_modules() if name not in aside]
         self.obstacles = self._obstacles()
@@ -71,13 +71,9 @@ class Injection:
         return make_report(self.model, detection, self.engine, reasons, plans.keys())
 
     def settle(self) -> None:
-        """A generation has ended: what differs now is the doing of the model's own forward."""
-        if self.turn.acquire(blocking=False):
-            try:
-                assert self.watch is not None
-                self.watch.settle()
-            finally:
-                self.turn.release()
+        """Only the model's own forward has run since `ready`: what differs now is its doing."""
+        assert self.watch is not None
+        self.watch.settle()
 
     def unbind(self) -> None:
         """Put the forwards back and give native memory back."""
@@ -235,9 +231,7 @@ def rebound_generate(model: nn.Module, injection: Injection) -> Any:
         if injection.engine is None:
             injection.fall_back("; ".join(injection.report.reasons))
             return own(*args, **kwargs)
-        result = native_or_own(model, injection, own, *args, **kwargs)
-        injection.settle()
-        return result
+        return native_or_own(model, injection, own, *args, **kwargs)
 
     return generate
 
@@ -260,7 +254,7 @@ def native_or_own(
     if reason is not None:
         injection.fall_back(reason)
         return own(inputs, generation_config, *args, **kwargs)
-    method = decoding_method(injection.ready, injection.fall_back, kwargs.get("streamer"), injection.turn)
+    method = decoding_method(injection.ready, injection.settle, injection.fall_back, kwargs.get("streamer"), injection.turn)
     kwargs.pop("custom_generate", None)
     return own(inputs, generation_config, custom_generate=method, **kwargs)
 

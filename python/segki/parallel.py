@@ -9,7 +9,7 @@ import torch
 
 from segki import _segki
 
-_chosen = "SEGKI_NUM_THREADS" in os.environ  # by the user: torch's number does not count
+_chosen = bool(os.environ.get("SEGKI_NUM_THREADS"))  # by the user: torch's number does not count
 
 
 def threads() -> int:

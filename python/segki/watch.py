@@ -126,14 +126,15 @@ class Watch:
     followed
         Buffers that the native step reads where they are, like weights; None: no buffer is watched.
     passing
-        (id of the module, attribute) of values that the model's own forward changes; see `settle`.
+        (module, attribute) of values that the model's own forward changes; see `settle`.
     """
 
     def __init__(
-        self, model: nn.Module, followed: Collection[BufferPlace] | None = (), passing: Collection[tuple[int, str]] = ()
+        self, model: nn.Module, followed: Collection[BufferPlace] | None = (), passing: Collection[tuple[nn.Module, str]] = ()
     ) -> None:
         self.modules = list(model.modules())
-        self.passing = {place for place in passing if place[0] in {id(module) for module in self.modules}}
+        present = set(self.modules)
+        self.passing = {place for place in passing if place[0] in present}
         self._entries = [self._entry(module, followed) for module in self.modules]
         self._configs = [(config, settings(config)) for config in _configs(self.modules)]
 
@@ -144,9 +145,9 @@ class Watch:
             if followed is not None
             and tensor is not None
             and (id(module._buffers), name) not in followed
-            and (id(module), name) not in self.passing
+            and (module, name) not in self.passing
         }
-        numbers = {name: value for name, value in scalars(module).items() if (id(module), name) not in self.passing}
+        numbers = {name: value for name, value in scalars(module).items() if (module, name) not in self.passing}
         kind = type(module)
         children = list(module._modules.values())
         return Entry(module, kind, kind.forward, numbers, children, set(module._parameters), self._facts(module), buffers)
@@ -185,14 +186,14 @@ class Watch:
         return None
 
     def settle(self) -> None:
-        """Call after a run of the model: what is different now was changed by its own forward and is not watched any more."""
+        """Stop watching what is different now: to be called when `change` found nothing and only the model's own forward has run since."""
         for entry in self._entries:
             for name in list(_moved_scalars(entry)) if entry.scalars_moved() else ():
                 del entry.scalars[name]
-                self.passing.add((id(entry.module), name))
+                self.passing.add((entry.module, name))
             for name in list(_moved_buffers(entry)) if entry.buffers else ():
                 del entry.buffers[name]
-                self.passing.add((id(entry.module), name))
+                self.passing.add((entry.module, name))
 
 
 def _moved_scalars(entry: Entry) -> Iterator[str]:

@@ -14,28 +14,13 @@
 
 #include "segki/bandwidth.h"
 #include "segki/segki.h"
+#include "thrown.h"
 
 namespace segki {
 namespace {
 
 std::string stub(const std::string& variant) {
   return std::string(SEGKI_STUB_DIR) + "/libsegki_stub_" + variant + ".so";
-}
-
-// Runs `call`, which must throw segki::Error, and returns it.
-template <typename Call>
-Error error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorCode::kOk, "");
-}
-
-bool contains(const Error& error, const std::string& text) {
-  return std::string(error.what()).find(text) != std::string::npos;
 }
 
 // Rows of f32 values and their norm by the formula of NormSpec.

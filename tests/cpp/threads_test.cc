@@ -20,27 +20,13 @@
 
 #include "core/cores.h"
 #include "segki/segki.h"
+#include "thrown.h"
 
 namespace segki {
 namespace {
 
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
-
-template <typename Call>
-Error error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return Error(ErrorCode::kOk, "");
-}
-
-bool contains(const Error& error, const std::string& text) {
-  return std::string(error.what()).find(text) != std::string::npos;
-}
 
 // CPU time of the calling thread, in milliseconds.
 double cpu_ms() {

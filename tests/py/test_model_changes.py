@@ -176,6 +176,19 @@ def test_changed_values_are_followed(case: str, change: Callable[[Any], None]) -
     assert segki.explain(pair.model).rung == 1
 
 
+@pytest.mark.parametrize("between", [{"do_sample": True}, {"output_attentions": True, "return_dict_in_generate": True}], ids=str)
+def test_changed_values_are_followed_after_a_call_of_the_models_own_loop(between: dict[str, Any]) -> None:
+    """Only what a forward changed while nobody else did may go unwatched."""
+    pair = new_pair()
+    ids = families.prompt(2, 9)
+    pair.check(ids, **GREEDY)
+    for model in (pair.original, pair.model):
+        scale_in_place(model)
+        model.model.layers[0].self_attn.scaling *= 1.5
+        model.generate(ids, **GREEDY | between)
+    pair.check(ids, **GREEDY, **LOGITS)
+
+
 def test_buffers_replaced_by_equal_ones_cost_nothing() -> None:
     pair = new_pair()
     pair.check(families.prompt(1, 9), **GREEDY)
