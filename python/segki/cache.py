@@ -140,7 +140,7 @@ def restore(cache: DynamicCache, prompt: Prompt, lengths: list[int], tokens: int
     layers: list[Any] = []
     for index, diverted in enumerate(cache.layers):
         if hasattr(diverted, "detached"):
-            layers.append(diverted.detached())
+            layers.append(diverted.detached(tokens))
             continue
         window = diverted.sliding_window if isinstance(diverted, SlidingLayer) else None
         begin = 0 if window is None else max(tokens - window + 1, 0)

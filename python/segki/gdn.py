@@ -167,8 +167,7 @@ class Block:
         _segki.gated_delta_prefill(_cpu(), args)
         if conv is not None and state is not None:
             last = torch.tensor(counts).cumsum(0) - 1
-            cache.update_conv_state(conv[last], self.layer, conv_kernel_size=plan.conv_width)
-            cache.update_recurrent_state(state[last], self.layer)
+            keep_states(cache, self.layer, conv[last], state[last], tokens)
         return self.module.get_submodule(self._path(plan.out))(out.view(rows, tokens, -1))
 
     def _states(self, x: Tensor, counts: list[int], cache: Any) -> tuple[Tensor, Tensor, int]:
@@ -183,6 +182,19 @@ class Block:
         conv[first] = past_conv[..., -plan.conv_width :].to(conv.dtype)
         state[first] = past.float()
         return conv, state, 1
+
+
+def keep_states(cache: Any, layer: int, conv: Tensor, state: Tensor, tokens: int) -> None:
+    """Give a cache of transformers the states after `tokens` more positions: the last inputs `[rows, C, width]` and the recurrent ones.
+
+    Since transformers 5.25 linear layers count positions, by the inputs that they are given.
+    """
+    width = conv.shape[-1]
+    cache.update_conv_state(conv, layer, conv_kernel_size=width)
+    cache.update_recurrent_state(state, layer)
+    counted = getattr(cache.layers[layer], "cumulative_length_linear", None) if hasattr(cache, "layers") else None
+    if counted is not None:
+        counted.add_(tokens - width)
 
 
 @functools.lru_cache(maxsize=1)
@@ -208,6 +220,13 @@ class PieceCache:
         """Never: pieces are not taken back."""
         return False
 
+    def get_recurrent_states_to_keep(self, layer_idx: int | None = None) -> int:
+        """None besides the newest."""
+        return 0
+
+    def increase_count(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Pieces are not counted."""
+
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Keep all inputs so far."""
         self.conv = conv_states if self.conv is None else torch.cat([self.conv, conv_states], -1)
@@ -225,6 +244,8 @@ def piecewise(own: Callable[..., Any], x: Tensor, spans: Spans, kwargs: Mapping[
     name = next((n for n in CACHES if n in kwargs), CACHES[0])
     rest = without(kwargs, (*KEYWORDS, *CACHES, "attention_mask"))
     known = cache is not None and hasattr(cache, "get_recurrent_state")
+    if known and cache.is_recording_past(block.layer):
+        raise NotImplementedError("packed sequences with a cache that records its past: their last states alone are kept")
     past = (cache.get_conv_state(block.layer), cache.get_recurrent_state(block.layer)) if known else (None, None)
     outputs, convs, states = [], [], []
     width = block.plan.conv_width
@@ -241,6 +262,5 @@ def piecewise(own: Callable[..., Any], x: Tensor, spans: Spans, kwargs: Mapping[
             convs.append(torch.nn.functional.pad(inputs, (max(width - inputs.shape[-1], 0), 0))[..., -width:])
             states.append(piece_cache.recurrent)
     if known:
-        cache.update_conv_state(torch.cat(convs), block.layer, conv_kernel_size=width)
-        cache.update_recurrent_state(torch.cat(states), block.layer)
+        keep_states(cache, block.layer, torch.cat(convs), torch.cat(states), x.shape[1])
     return torch.cat(outputs)

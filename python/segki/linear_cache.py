@@ -23,11 +23,13 @@ class LinearLayer(LinearAttentionLayer):
     def lazy_initialization(
         self,
         conv_states: torch.Tensor | None = None,
-        recurrent_states: torch.Tensor | None = None,
+        recurrent_states: torch.Tensor | list[torch.Tensor] | None = None,
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
     ) -> None:
         """Take the native slots in place of new buffers, zeroed; shapes must be theirs."""
+        if isinstance(recurrent_states, list):  # states to go back to, the last one is the newest
+            recurrent_states = recurrent_states[-1]
         if conv_states is not None:
             buffer = self._shared(self._native.conv_state(self._index), conv_states.dtype)
             width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
@@ -48,10 +50,12 @@ class LinearLayer(LinearAttentionLayer):
             self.recurrent_states[state_idx] = buffer.zero_()
             self.is_recurrent_states_initialized[state_idx] = True
 
-    def detached(self) -> LinearAttentionLayer:
-        """An ordinary layer of transformers with a copy of the states."""
+    def detached(self, tokens: int) -> LinearAttentionLayer:
+        """An ordinary layer of transformers with a copy of the states, after `tokens` positions a row (padding included)."""
         layer = LinearAttentionLayer()
         vars(layer).update({name: value for name, value in vars(self).items() if name not in OWN})
         layer.conv_states = {i: None if state is None else state.clone() for i, state in self.conv_states.items()}
         layer.recurrent_states = {i: None if state is None else state.clone() for i, state in self.recurrent_states.items()}
+        if "cumulative_length_linear" in vars(layer):  # since transformers 5.25, before which linear layers count nothing
+            layer.cumulative_length_linear = torch.full_like(layer.cumulative_length_linear, tokens)
         return layer

@@ -132,6 +132,7 @@ def test_a_prompt_in_pieces(both: Both) -> None:
         piece = ids[:, begin:end]
         assert_near(forward(both.model, piece, caches[0]), forward(both.original, piece, caches[1]))
         assert_same_states(*caches, both.layers())
+        assert int(caches[0].get_seq_length()) == int(caches[1].get_seq_length()) == end
         begin = end
     assert both.native == 5 * len(both.layers())  # the single token is the own forward's
 
@@ -258,6 +259,18 @@ def test_a_cache_gets_the_last_sequence(both: Both, gradients: bool) -> None:
         want = both.original.get_submodule(name)(x[:, 18:], cache=caches[1])
     assert_near(got[:, 18:].detach(), want.detach())
     assert_same_states(*caches, [layer])
+
+
+@each_family
+def test_packed_sequences_are_not_recorded(both: Both) -> None:
+    """A cache that may go back needs every input of the packed row; the sequences' own states do not tell them."""
+    cache = new_cache(both.original)
+    if not hasattr(cache, "get_recurrent_states_to_keep"):
+        pytest.skip("recurrent states are recorded since transformers 5.25")
+    cache.activate_past_recording(recurrent_states_to_keep=1)
+    block = both.model.get_submodule(next(iter(plans_of(both.original))))
+    with pytest.raises(NotImplementedError, match="records its past"):
+        block(torch.randn(1, 20, both.original.config.hidden_size), cache=cache, cu_seq_lens_q=torch.tensor([0, 9, 20]))
 
 
 def test_spans() -> None:
