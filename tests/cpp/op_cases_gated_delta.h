@@ -144,9 +144,8 @@ inline void expect_head(std::vector<Expected>& all, const GatedDeltaArgs& a, std
   const double decay = std::exp(log_decay);
   const double decay_size = decay * (1.0 - 0.1 * log_decay);
 
-  Row o, out_size;
-  std::vector<bool> doubt;
-  double flips = 0.0;  // what doubtful roundings of o may add to sum(o^2)
+  Row o, out_size, step;  // step: how far fp32's error may move o's rounding
+  double flips = 0.0;     // what doubtful roundings of o may add to sum(o^2)
   for (std::int64_t c = 0; c < value_dim; ++c) {
     const auto channel = static_cast<std::size_t>(2 * keys + head * value_dim + c);
     double seen = 0.0, seen_size = 0.0;
@@ -169,12 +168,9 @@ inline void expect_head(std::vector<Expected>& all, const GatedDeltaArgs& a, std
       sum_size += now_size * q.size[at_i];
     }
     o.push_back(rounded(dtype, sum));
-    doubt.push_back(doubtful(dtype, sum, 0.25 * sum_size));
-    if (doubt.back()) {
-      const double slack = 0x1p-22 * sum_size;
-      flips +=
-          2.0 * std::abs(o.back()) * (rounded(dtype, sum + slack) - rounded(dtype, sum - slack));
-    }
+    const double slack = dtype == DType::kF32 ? 0.0 : 0x1p-22 * sum_size;
+    step.push_back(rounded(dtype, sum + slack) - rounded(dtype, sum - slack));
+    flips += 2.0 * std::abs(o.back()) * step.back();
     out_size.push_back(sum_size);
   }
 
@@ -200,14 +196,18 @@ inline void expect_head(std::vector<Expected>& all, const GatedDeltaArgs& a, std
     const double summed = std::abs(s) * gate_size * out_size[static_cast<std::size_t>(c)] * scale;
     const double n_error = std::abs(n) * scale_error;
     const bool in_doubt =
-        doubt[static_cast<std::size_t>(c)] || (before && doubtful(dtype, n, n_error)) ||
+        step[static_cast<std::size_t>(c)] > 0.0 || (before && doubtful(dtype, n, n_error)) ||
         doubtful(dtype, m * gate, std::abs(m) * (before ? gate_size : gate_size * scale_error));
-    // The last steps of f16 are those of its smallest normal number.
-    const double floor = dtype == DType::kF16 ? 0x1p-14 : 1e-30;
+    // The last steps of f16 are those of its smallest normal number: of n's and of the result's.
+    const double factor = std::abs(s) * gate_size;
+    const double floor = dtype == DType::kF16 ? 0x1p-14 * (1.0 + factor) : 1e-30;
     const double size =
-        std::max(2.0 * std::abs(value), dtype == DType::kF32 ? summed : 1e-3 * summed);
-    all.push_back(
-        {a.out, offset(a.out, r, head * value_dim + c), value, std::max(size, floor), in_doubt});
+        std::max({2.0 * std::abs(value), dtype == DType::kF32 ? summed : 1e-3 * summed, floor});
+    // A step of an o that nearly cancelled is many of the result's.
+    const double moved = step[static_cast<std::size_t>(c)] * scale * factor;
+    const double error = dtype == DType::kF32 ? 0.0 : moved + 0x1p-9 * size;
+    all.push_back({a.out, offset(a.out, r, head * value_dim + c), value, size, in_doubt,
+                   step[static_cast<std::size_t>(c)] > 0.0 ? error : 0.0});
   }
 }
 
