@@ -77,6 +77,8 @@ def add_moe(builder: StepBuilder, x: torch.Tensor, plan: MoePlan, out: torch.Ten
     first.transposed = int(plan.gate.transposed)
     first.out = hidden_view
     first.activation = getattr(_segki.Activation, plan.activation)
+    if plan.fp32_activation:
+        first.fp32_activation = 1
     builder.ops.add(first)
 
     second = _segki.ExpertProjectionArgs()

@@ -67,13 +67,15 @@ class LinearPlan:
 class MlpPlan:
     """Gated (`down(act(gate(x)) * up(x))`) or, with `gate` None, plain (`down(act(up(x)))`) MLP.
 
-    A fused `gate|up` matrix is two `LinearPlan`s over row ranges of one parameter.
+    A fused `gate|up` matrix is two `LinearPlan`s over row ranges of one parameter. With `fp32_activation` the activation is not rounded
+    before the product.
     """
 
     up: LinearPlan
     down: LinearPlan
     activation: Activation
     gate: LinearPlan | None = None
+    fp32_activation: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,17 +127,24 @@ class RopePlan:
 
 @dataclass(frozen=True)
 class PositionScale:
-    """Queries times `1 + beta * log(1 + floor(position / period))` after rope (Ministral 3, Llama 4)."""
+    """What queries are multiplied with after rope.
+
+    "log": `1 + beta * log(1 + floor(position / period))` (Ministral 3, Llama 4); "power": `(1 + (position + offset) / period) ** beta`
+    (Beam). `round_table`: the factor is rounded to the model's dtype before the product.
+    """
 
     beta: float
     period: int
+    kind: Literal["log", "power"] = "log"
+    offset: int = 0
+    round_table: bool = True
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """Grouped-query attention with its projections.
 
-    `scores = softcap(q . k * scale)`; `out_proj(attention [* sigmoid(gate)])`.
+    `scores = softcap(q . k * scale)`; `out_proj(attention [* sigmoid(gate [+ gate_bias])])`.
 
     Attributes
     ----------
@@ -147,6 +156,8 @@ class AttentionPlan:
         "head": the norm runs over each head (`weight` `[D]` or `[heads, D]`); "full": over all heads at once.
     window
         A query at position p sees keys at positions > p - window; None is unlimited.
+    gate_bias
+        `[Hq]`, added to every element of a head's gate and rounded.
     """
 
     projections: tuple[LinearPlan, ...]
@@ -168,6 +179,7 @@ class AttentionPlan:
     position_scale: PositionScale | None = None
     softcap: float | None = None
     window: int | None = None
+    gate_bias: ParamRef | None = None
 
 
 @dataclass(frozen=True)
@@ -274,7 +286,7 @@ class MoePlan:
     Attributes
     ----------
     router, gate, up, down, activation
-        Routed experts are gated MLPs `down(act(gate(x)) * up(x))`.
+        Routed experts are gated MLPs `down(act(gate(x)) * up(x))`; with `fp32_activation` as in `MlpPlan`.
     round_products, round_sums, routed_scale, out_scale
         As in `segki::ExpertProjectionArgs`.
     shared
@@ -295,6 +307,7 @@ class MoePlan:
     round_sums: bool = False
     routed_scale: float = 1.0
     out_scale: float = 1.0
+    fp32_activation: bool = False
 
 
 @dataclass(frozen=True)
@@ -348,13 +361,17 @@ class EmbeddingPlan:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """`logits = softcap(linear(x * input_scale) * scale / divisor)`, rounded after each operation in the model's dtype."""
+    """`logits = softcap(linear(x * input_scale) * scale / divisor)`, rounded after each operation in the model's dtype.
+
+    With `fp32_softcap` the operations of the softcap are not rounded and the logits are fp32.
+    """
 
     linear: LinearPlan
     input_scale: float = 1.0
     scale: float = 1.0
     divisor: float = 1.0
     softcap: float | None = None
+    fp32_softcap: bool = False
 
 
 @dataclass(frozen=True)

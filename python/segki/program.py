@@ -115,9 +115,11 @@ class Buffers:
 
 
 def position_scale_table(plan: PositionScale, positions: int) -> torch.Tensor:
-    """f32 `[positions]`: what queries at each position are multiplied with."""
-    steps = torch.floor(torch.arange(positions, dtype=torch.float32) / plan.period)
-    return 1.0 + plan.beta * torch.log1p(steps)
+    """f32 `[positions]`: what queries at each position are multiplied with, not rounded."""
+    at = torch.arange(positions, dtype=torch.float32)
+    if plan.kind == "power":
+        return torch.exp(plan.beta * torch.log1p((at + plan.offset) / plan.period))
+    return 1.0 + plan.beta * torch.log1p(torch.floor(at / plan.period))
 
 
 class StepBuilder:
@@ -165,6 +167,8 @@ class StepBuilder:
         args.divisor = plan.head.divisor
         args.softcap = plan.head.softcap or 0.0
         args.transposed = int(plan.head.linear.transposed)
+        if plan.head.fp32_softcap:
+            args.fp32_softcap = 1
         self.ops.add(args)
         tables = [table for pair in self.tables.values() for table in pair]
         return Step(
@@ -299,6 +303,8 @@ class StepBuilder:
             args.up_bias = self.param(plan.up.bias)
             args.out = view(hidden)
             args.activation = getattr(_segki.Activation, plan.activation)
+            if plan.fp32_activation:
+                args.fp32_activation = 1
             self.ops.add(args)
         self.linear(hidden, [plan.down], [out])
         self.buffers.give(hidden)
@@ -340,6 +346,8 @@ class StepBuilder:
         attention.lengths = view(self.state.lengths)
         if plan.gate is not None:
             attention.gate = heads(projected, plan.gate, plan.kv_heads, plan.v_head_dim, group)
+            if plan.gate_bias is not None:
+                attention.gate_bias = self.param(plan.gate_bias)
         attention.out = view(mixed)
         attention.partial, attention.arrived = self._partial(plan.kv_heads, group, plan.v_head_dim)
         attention.scale = plan.scale
@@ -373,7 +381,8 @@ class StepBuilder:
             if isinstance(plan, RopePlan):
                 self.tables[plan] = self.rope_table(plan, positions)
             else:
-                self.tables[plan] = (position_scale_table(plan, positions),)
+                table = position_scale_table(plan, positions)
+                self.tables[plan] = (table.to(self.dtype).float() if plan.round_table else table,)
         return self.tables[plan]
 
 

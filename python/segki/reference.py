@@ -119,11 +119,20 @@ def linear(plan: LinearPlan, lookup: Lookup, x: Tensor) -> Tensor:
     return F.linear(x, weight.t() if plan.transposed else weight, bias)
 
 
+def gated(activation: Activation, gate: Tensor, up: Tensor, *, fp32: bool = False) -> Tensor:
+    """`act(gate) * up`: the activation and the product are rounded; with `fp32` the product alone."""
+    if fp32:
+        return (ACTIVATIONS[activation](gate.float()) * up.float()).to(gate.dtype)
+    return ACTIVATIONS[activation](gate) * up
+
+
 def mlp(plan: MlpPlan, lookup: Lookup, x: Tensor) -> Tensor:
-    """Gated or plain MLP, `[..., H]` -> `[..., H]`; gate, up, activation, product and the result are each rounded."""
-    activation = ACTIVATIONS[plan.activation]
+    """Gated or plain MLP, `[..., H]` -> `[..., H]`; gate, up, activation (but see `gated`), product and the result are each rounded."""
     up = linear(plan.up, lookup, x)
-    inner = activation(up) if plan.gate is None else activation(linear(plan.gate, lookup, x)) * up
+    if plan.gate is None:
+        inner = ACTIVATIONS[plan.activation](up)
+    else:
+        inner = gated(plan.activation, linear(plan.gate, lookup, x), up, fp32=plan.fp32_activation)
     return linear(plan.down, lookup, inner)
 
 
@@ -157,8 +166,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, kind: RopeKind, *, round_products:
 
 
 def position_scale(plan: PositionScale, positions: Tensor) -> Tensor:
-    """`1 + beta * log(1 + floor(position / period))` in fp32, same shape as `positions`."""
+    """The factor of the plan's formula in fp32, same shape as `positions`."""
+    if plan.kind == "power":
+        return torch.exp(plan.beta * torch.log1p((positions.float() + plan.offset) / plan.period))
     return 1.0 + plan.beta * torch.log(1.0 + torch.floor(positions.float() / plan.period))
+
+
+def scale_queries(q: Tensor, factor: Tensor, *, round_table: bool) -> Tensor:
+    """`[rows, T, Hq, D]` times fp32 `[rows, T]`; the factor is rounded with `round_table`, the product always."""
+    factor = factor[..., None, None]
+    return q * factor.to(q.dtype) if round_table else (q.float() * factor).to(q.dtype)
 
 
 def attend(
@@ -274,13 +291,16 @@ def qkv(
     Returns
     -------
     q, k, v as `attend` takes them and the gate `[rows, T, Hq * Dv]` or None; q and k are rounded after the norm, after rope and
-    after the position scale.
+    after the position scale, the gate after its bias.
     """
     groups, size = plan.kv_heads, plan.q_heads // plan.kv_heads
     q = heads(projected, plan.q, groups, size, plan.head_dim)
     k = heads(projected, plan.k, groups, 1, plan.head_dim)
     v = heads(projected, plan.v, groups, 1, plan.v_head_dim)
-    gate = None if plan.gate is None else heads(projected, plan.gate, groups, size, plan.v_head_dim).flatten(-2)
+    gate = None
+    if plan.gate is not None:
+        gate = heads(projected, plan.gate, groups, size, plan.v_head_dim)
+        gate = (gate if plan.gate_bias is None else gate + lookup(plan.gate_bias)[:, None]).flatten(-2)
     if not plan.qk_norm_after_rope:
         q, k = _qk_norm(plan, plan.q_norm, lookup, q), _qk_norm(plan, plan.k_norm, lookup, k)
     if plan.rope is not None:
@@ -291,7 +311,8 @@ def qkv(
     if plan.qk_norm_after_rope:
         q, k = _qk_norm(plan, plan.q_norm, lookup, q), _qk_norm(plan, plan.k_norm, lookup, k)
     if plan.position_scale is not None:
-        q = q * position_scale(plan.position_scale, positions)[..., None, None].to(q.dtype)
+        factor = position_scale(plan.position_scale, positions)
+        q = scale_queries(q, factor, round_table=plan.position_scale.round_table)
     return q, k, v, gate
 
 
@@ -329,12 +350,14 @@ def embedding(plan: EmbeddingPlan, lookup: Lookup, input_ids: Tensor, positions:
 
 
 def head_epilogue(plan: HeadPlan, logits: Tensor) -> Tensor:
-    """Scale, divisor and softcap of raw logits; rounded after each operation (tanh included)."""
+    """Scale, divisor and softcap of raw logits; rounded after each operation (tanh included), with `fp32_softcap` not in the softcap."""
     if plan.scale != 1.0:
         logits = logits * plan.scale
     if plan.divisor != 1.0:
         logits = logits / plan.divisor
-    return logits if plan.softcap is None else torch.tanh(logits / plan.softcap) * plan.softcap
+    if plan.softcap is None:
+        return logits
+    return torch.tanh((logits.float() if plan.fp32_softcap else logits) / plan.softcap) * plan.softcap
 
 
 def head(plan: HeadPlan, lookup: Lookup, x: Tensor) -> Tensor:

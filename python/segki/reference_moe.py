@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segki.plan import ExpertWeights, MoePlan, RouterPlan
-from segki.reference import ACTIVATIONS, Lookup, linear, mlp
+from segki.reference import Lookup, gated, linear, mlp
 
 
 def router_logits(plan: RouterPlan, lookup: Lookup, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def expert_matrix(plan: ExpertWeights, lookup: Lookup, expert: int) -> Tensor:
 def expert(plan: MoePlan, lookup: Lookup, index: int, x: Tensor) -> Tensor:
     """One routed expert on `[N, H]`, not weighted."""
     gate, up, down = (expert_matrix(part, lookup, index) for part in (plan.gate, plan.up, plan.down))
-    return F.linear(ACTIVATIONS[plan.activation](F.linear(x, gate)) * F.linear(x, up), down)
+    return F.linear(gated(plan.activation, F.linear(x, gate), F.linear(x, up), fp32=plan.fp32_activation), down)
 
 
 def combine(plan: MoePlan, outputs: Tensor, chosen: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:

@@ -437,6 +437,7 @@ TEST(MoeCheck, ExpertGatedProjection) {
     a.weight_stride = 5;
   });
   refused("activation", [](A& a) { a.activation = static_cast<Activation>(6); });
+  refused("fp32_activation", [](A& a) { a.fp32_activation = 2; });
 }
 
 TEST(MoeCheck, ExpertProjection) {

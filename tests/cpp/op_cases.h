@@ -218,6 +218,8 @@ struct MatmulCase {
   float scale = 1.0F;
   float divisor = 1.0F;
   float softcap = 0.0F;
+  bool fp32_activation = false;
+  bool fp32_softcap = false;
 
   std::string name() const {
     std::string text = std::string(name_of(dtype)) + " rows=" + std::to_string(rows) +
@@ -234,6 +236,7 @@ struct MatmulCase {
     if (scale != 1.0F) text += " scale=" + std::to_string(scale);
     if (divisor != 1.0F) text += " divisor=" + std::to_string(divisor);
     if (softcap != 0.0F) text += " softcap=" + std::to_string(softcap);
+    if (fp32_activation || fp32_softcap) text += " fp32";
     return text;
   }
 };
@@ -301,7 +304,14 @@ inline std::vector<MatmulCase> gated_projection_cases(DType dtype) {
   };
   for (MatmulCase& c : cases) c.activation = Activation::kSilu;
   for (Activation activation : activations()) {
-    cases.push_back({.rows = 3, .k = 75, .columns = {83}, .bias = true, .activation = activation});
+    for (bool fp32 : {false, true}) {
+      cases.push_back({.rows = 3,
+                       .k = 75,
+                       .columns = {83},
+                       .bias = true,
+                       .activation = activation,
+                       .fp32_activation = fp32});
+    }
   }
   for (MatmulCase& c : cases) c.dtype = dtype;
   return cases;
@@ -323,6 +333,7 @@ inline std::vector<MatmulCase> lm_head_cases(DType dtype) {
        .divisor = 7.0F,
        .softcap = 2.5F},
       {.rows = 9, .k = 65, .columns = {1200}, .bias = true, .transposed = true, .softcap = 2.5F},
+      {.rows = 7, .k = 80, .columns = {70}, .divisor = 3.0F, .softcap = 1.5F, .fp32_softcap = true},
   };
   for (MatmulCase& c : cases) c.dtype = dtype;
   return cases;
@@ -365,6 +376,7 @@ struct MatmulProblem {
     args.up_bias = bias[1].vector_view();
     args.out = out[0].view(rows);
     args.activation = c.activation;
+    args.fp32_activation = c.fp32_activation ? 1 : 0;
     return args;
   }
 
@@ -377,6 +389,7 @@ struct MatmulProblem {
     args.scale = c.scale;
     args.divisor = c.divisor;
     args.softcap = c.softcap;
+    args.fp32_softcap = c.fp32_softcap ? 1 : 0;
     args.transposed = c.transposed ? 1 : 0;
     return args;
   }

@@ -203,8 +203,8 @@ inline segki::testing::Interval gated_interval(const ExpertGatedProjectionArgs& 
     const double error = 0x1p-24 * (std::sqrt(static_cast<double>(k)) + 4.0) * y.size;
     return segki::testing::rounded(dtype, {y.value - error, y.value + error});
   };
-  const segki::testing::Interval gate =
-      segki::testing::activated(dtype, a.activation, linear(a.gate, a.gate_bias));
+  const segki::testing::Interval gate = segki::testing::activated(
+      a.fp32_activation != 0 ? DType::kF32 : dtype, a.activation, linear(a.gate, a.gate_bias));
   return segki::testing::rounded(dtype, segki::testing::multiply(gate, linear(a.up, a.up_bias)));
 }
 
@@ -231,7 +231,8 @@ inline std::vector<Expected> expected(const ExpertGatedProjectionArgs& a) {
         const std::int64_t row = offset(a.x, r);
         const Summed g = expert_linear(a.x, row, a.x.shape[1], gates, a.gate_bias, e, f);
         const Summed u = expert_linear(a.x, row, a.x.shape[1], ups, a.up_bias, e, f);
-        const double act = rounded(dtype, segki::testing::activation_value(a.activation, g.value));
+        const double act = rounded(a.fp32_activation != 0 ? DType::kF32 : dtype,
+                                   segki::testing::activation_value(a.activation, g.value));
         const double slope = a.activation == Activation::kRelu2 ? 2.0 * std::abs(g.value) : 1.2;
         const double summed = slope * g.size * std::abs(u.value) + std::abs(act) * u.size;
         const double value = rounded(dtype, act * u.value);
@@ -441,6 +442,7 @@ struct ExpertCase {
   bool shared = false, shared_gate = false;
   bool round_products = false, round_sums = false;
   float routed_scale = 1.0F, out_scale = 1.0F;
+  bool fp32_activation = false;
 
   std::string name() const {
     return "rows " + std::to_string(rows) + " k " + std::to_string(k) + " of " +
@@ -448,7 +450,8 @@ struct ExpertCase {
            std::to_string(outputs) + " layout " + std::to_string(static_cast<int>(layout)) +
            (bias ? " bias" : "") + " activation " + std::to_string(static_cast<int>(activation)) +
            (shared ? " shared" : "") + (shared_gate ? " gate" : "") +
-           (round_products ? " round_products" : "") + (round_sums ? " round_sums" : "");
+           (round_products ? " round_products" : "") + (round_sums ? " round_sums" : "") +
+           (fp32_activation ? " fp32_activation" : "");
   }
 };
 
@@ -474,6 +477,15 @@ inline std::vector<ExpertCase> expert_gated_projection_cases() {
                      .outputs = 40,
                      .bias = true,
                      .activation = activation});
+  }
+  for (const Layout layout : {Layout::kFused, Layout::kSideBySide}) {
+    cases.push_back({.rows = 6,
+                     .k = 2,
+                     .experts = 4,
+                     .inputs = 70,
+                     .outputs = 130,
+                     .layout = layout,
+                     .fp32_activation = true});
   }
   return cases;
 }
@@ -596,6 +608,7 @@ inline std::unique_ptr<Problem<ExpertGatedProjectionArgs>> make_gated_problem(co
       add_experts(*p, c, dtype, chosen, {&a.gate, &a.up}, {&a.gate_bias, &a.up_bias}, rng);
   a.transposed = c.layout == Layout::kSideBySide ? 1 : 0;
   a.activation = c.activation;
+  a.fp32_activation = c.fp32_activation ? 1 : 0;
   a.out = p->tensor(dtype, Shape{c.rows, c.k, c.outputs}).view();
   p->row_views = {&ExpertGatedProjectionArgs::x, &ExpertGatedProjectionArgs::experts,
                   &ExpertGatedProjectionArgs::out};

@@ -407,6 +407,7 @@ struct AttentionCase {
   std::int64_t window;
   float softcap;
   bool gate, slots, first;
+  bool gate_bias = false;
 };
 
 inline std::vector<AttentionCase> attention_cases() {
@@ -421,6 +422,8 @@ inline std::vector<AttentionCase> attention_cases() {
       {2, 2, 5, 7, 1, 90, 64, 64, 0, 0.0F, false, false, false},
       {3, 1, 6, 40, 72, 200, 63, 63, 0, 0.0F, true, false, false},
       {1, 1, 8, 64, 64, 10, 0, 0, 0, 0.0F, false, false, false},
+      {5, 2, 3, 48, 40, 90, 0, 89, 0, 0.0F, true, true, false, true},
+      {3, 1, 1, 16, 17, 30, 0, 29, 8, 0.0F, true, false, true, true},
   };
 }
 
@@ -480,6 +483,7 @@ inline std::unique_ptr<Problem<AttentionArgs>> make_problem(const AttentionCase&
                  .fill([&] { return 3.0 * normal(rng); })
                  .view();
   }
+  if (c.gate_bias) a.gate_bias = p->tensor(dtype, Shape{heads}).fill(random).view();
   a.out = p->tensor(dtype, Shape{c.rows, heads * c.v_dim}).view();
   p->row_views = {&AttentionArgs::q,     &AttentionArgs::lengths, &AttentionArgs::first,
                   &AttentionArgs::slots, &AttentionArgs::gate,    &AttentionArgs::out};

@@ -165,7 +165,8 @@ TEST(OpsCheck, GatedProjection) {
       {D{"gate", [](GatedProjectionArgs& a) { a.gate = {}; }},
        D{"up", [](GatedProjectionArgs& a) { a.up.shape[0] = kOut + 1; }},
        D{"up_bias", [&memory](GatedProjectionArgs& a) { a.up_bias = memory.f32(kOut - 1); }},
-       D{"out", [](GatedProjectionArgs& a) { a.out.dtype = DType::kF16; }}});
+       D{"out", [](GatedProjectionArgs& a) { a.out.dtype = DType::kF16; }},
+       D{"fp32_activation", [](GatedProjectionArgs& a) { a.fp32_activation = 2; }}});
 }
 
 RopeKvWriteArgs good_rope(Memory& memory) {
@@ -213,7 +214,8 @@ TEST(OpsCheck, Attention) {
        D{"k_cache", [](AttentionArgs& a) { a.k_cache.dtype = DType::kBF16; }},
        D{"lengths", [](AttentionArgs& a) { a.lengths = {}; }},
        D{"out", [](AttentionArgs& a) { a.out.shape[1] = kDim; }},
-       D{"window", [](AttentionArgs& a) { a.window = -1; }}});
+       D{"window", [](AttentionArgs& a) { a.window = -1; }},
+       D{"gate_bias", [&memory](AttentionArgs& a) { a.gate_bias = memory.f32(kHeads); }}});
 }
 
 TEST(OpsCheck, LmHeadAndArgmax) {
@@ -227,7 +229,8 @@ TEST(OpsCheck, LmHeadAndArgmax) {
       "lm_head", head,
       {H{"logits", [](LmHeadArgs& a) { a.logits.dtype = DType::kBF16; }},
        H{"weight", [](LmHeadArgs& a) { a.weight.shape[1] = kHidden + 1; }},
-       H{"divisor", [](LmHeadArgs& a) { a.divisor = 0.0F; }}});
+       H{"divisor", [](LmHeadArgs& a) { a.divisor = 0.0F; }},
+       H{"fp32_softcap", [](LmHeadArgs& a) { a.fp32_softcap = -1; }}});
   ArgmaxArgs args;
   args.logits = head.logits;
   args.tokens = memory.i64(kRows);

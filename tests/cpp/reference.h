@@ -117,7 +117,8 @@ inline Interval reference_projection(const MatmulProblem& p, std::size_t which, 
 
 inline Interval reference_gated_projection(const MatmulProblem& p, std::int64_t row,
                                            std::int64_t column) {
-  const Interval gate = activated(p.c.dtype, p.c.activation, linear(p, 0, row, column));
+  const DType inner = p.c.fp32_activation ? DType::kF32 : p.c.dtype;
+  const Interval gate = activated(inner, p.c.activation, linear(p, 0, row, column));
   return rounded(p.c.dtype, multiply(gate, linear(p, 1, row, column)));
 }
 
@@ -127,11 +128,12 @@ inline Interval reference_lm_head(const MatmulProblem& p, std::int64_t row, std:
   if (p.c.scale != 1.0F) y = rounded(dtype, multiply(y, p.c.scale));
   if (p.c.divisor != 1.0F) y = rounded(dtype, multiply(y, 1.0 / p.c.divisor));
   if (p.c.softcap != 0.0F) {
-    y = rounded(dtype, multiply(y, 1.0 / p.c.softcap));
+    const DType inner = p.c.fp32_softcap ? DType::kF32 : dtype;
+    y = rounded(inner, multiply(y, 1.0 / p.c.softcap));
     const double low = std::tanh(y.low);
     const double high = std::tanh(y.high);
-    y = rounded(dtype, {low - 1e-6 * std::fabs(low), high + 1e-6 * std::fabs(high)});
-    y = rounded(dtype, multiply(y, p.c.softcap));
+    y = rounded(inner, {low - 1e-6 * std::fabs(low), high + 1e-6 * std::fabs(high)});
+    y = rounded(inner, multiply(y, p.c.softcap));
   }
   return y;
 }

@@ -383,7 +383,8 @@ inline std::vector<Expected> expected(const AttentionArgs& a) {
         }
         y = rounded(dtype, y);
         if (a.gate.present()) {
-          const double g = at(a.gate, r, h, head % group, d);
+          double g = at(a.gate, r, h, head % group, d);
+          if (a.gate_bias.present()) g = rounded(dtype, g + at(a.gate_bias, head));
           y = rounded(dtype, y * rounded(dtype, 1.0 / (1.0 + std::exp(-g))));
         }
         all.push_back({a.out, offset(a.out, r, head * v_dim + d), y, size});

@@ -42,7 +42,7 @@ DENSE_NATIVE = tuple(sorted(f"{_GATED} {_INTERLEAVED} {_LAYER_NORM} {_PLAIN_MLP}
 _SOFTMAX_MOE = "flex_olmo granitemoe granitemoeshared mellum mixtral olmoe qwen3_moe"
 _SHARED_MOE = "aria_text lara_mini qwen2_moe qwen3_5_moe_text qwen3_next"
 _SIGMOID_MOE = "afmoe dots1 exaone_moe glm4_moe hy_v3 kolibri1 minimax_m2 solar_open"
-_OTHER_MOE = "cohere2_moe ernie4_5_moe"
+_OTHER_MOE = "beam cohere2_moe ernie4_5_moe"
 
 MOE_NATIVE = tuple(sorted(f"{_SOFTMAX_MOE} {_SHARED_MOE} {_SIGMOID_MOE} {_OTHER_MOE}".split()))
 """Families with mixtures of experts whose whole step must be native."""
@@ -55,7 +55,7 @@ WELCOME = ("gpt2", "gpt_bigcode", "gpt_neo", "hunyuan_v1_dense", "hunyuan_v1_moe
 
 DECLINED = tuple(
     """
-    apertus apertus1p5_text axk1 axk2 bailing_hybrid bamba beam biogpt bitnet bloom blt codegen ctrl dbrx deepseek_v2
+    apertus apertus1p5_text axk1 axk2 bailing_hybrid bamba biogpt bitnet bloom blt codegen ctrl dbrx deepseek_v2
     deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dory dots3_note_text falcon_h1 falcon_mamba flint gemma3n_text
     gemma4_text gemma4_unified_text glm4_moe_lite glm_moe_dsa gpt_neox_japanese gpt_oss granite_swa granitemoe_swa
     granitemoehybrid hrm_text hy_v4 inkling2_loop_text inkling2_text inkling_text jamba jetmoe kimi_linear laguna lfm2
@@ -448,6 +448,8 @@ _REQUIRED_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-dense-layer": ("qwen3_moe", {**_TWO, "mlp_only_layers": [0]}),
     "mixtral-one-expert": ("mixtral", {**_TWO, "num_experts_per_tok": 1}),
     "glm4_moe-groups": ("glm4_moe", {**_TWO, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}),
+    "beam-groups": ("beam", {**_TWO, "n_group": 4, "topk_group": 2, "final_logit_softcapping": 0.4, "attention_bias": True}),
+    "beam-no-cap": ("beam", {**_TWO, "final_logit_softcapping": None, "norm_topk_prob": False, "hidden_act": "gelu_pytorch_tanh"}),
     "cohere2_moe-average": ("cohere2_moe", {**_TWO, "num_shared_experts": 2, "shared_expert_combination_strategy": "average"}),
     "cohere2_moe-sigmoid": ("cohere2_moe", {**_TWO, "expert_selection_fn": "sigmoid", "norm_topk_prob": True}),
 }

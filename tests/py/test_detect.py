@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import families
 from families import CASES, Case, build, prompt, select
 from segki import reference
 from segki.detect import detect, resolve, rope_table
-from segki.plan import Detection, ParamRef, RopePlan
+from segki.detect.numeric import snap
+from segki.plan import Detection, LayerPlan, ParamRef, PositionScale, RopePlan
 
 AUTO: Any = AutoModelForCausalLM
 NATIVE = select("required", "welcome")
@@ -187,6 +189,84 @@ def test_position_scale_beyond_the_prompt() -> None:
     scale = next(node.attention.position_scale for node in detection.plan.layers[0].nodes if node.attention)
     assert scale is not None and (scale.beta, scale.period) == (0.3, 64)
     assert logits_error(model, detection, tokens=150) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_factors_given_to_the_attention(dtype: torch.dtype) -> None:
+    """Layers without rope scale their queries by position, in fp32; the others do not."""
+    model = build("beam", dtype)
+    detection = detect(model)
+    assert detection.plan is not None, detection.reasons
+    scales = [node.attention.position_scale for layer in detection.plan.layers for node in layer.nodes if node.attention]
+    rule = PositionScale(0.1, 2048, "power", 1, round_table=dtype == torch.float32)
+    assert scales == [None, rule] * 2
+    if dtype == torch.float32:
+        assert logits_error(model, detection, tokens=300) < 1e-4
+        layers = tuple(replaced(layer, position_scale=None) for layer in detection.plan.layers)
+        assert logits_error(model, replace(detection, plan=replace(detection.plan, layers=layers)), tokens=300) > 1e-4
+
+
+def replaced(layer: LayerPlan, **changes: Any) -> LayerPlan:
+    nodes = [n if n.attention is None else replace(n, attention=replace(n.attention, **changes)) for n in layer.nodes]
+    return replace(layer, nodes=tuple(nodes))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda p: 1.0 + 0.1 * torch.sin(p),
+        lambda p: 1.0 + 0.1 * torch.floor((p + 1) / 64).clamp(max=3),
+        lambda p: torch.exp(0.1 * torch.log1p((p + 1) / 2048.4)),
+    ],
+    ids=["waves", "steps", "broken-period"],
+)
+def test_other_factors_are_declined(rule: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "beam" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no beam")
+    home = importlib.import_module("transformers.models.beam.modeling_beam")
+    monkeypatch.setattr(home, "compute_attention_scaling", lambda ids: rule(ids.float())[:, None, :, None])
+    detection = detect(build("beam"))
+    assert detection.plan is None and "attention_scaling scales queries by position" in detection.reasons[0]
+
+
+def test_another_period_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "beam" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no beam")
+    home = importlib.import_module("transformers.models.beam.modeling_beam")
+    other = PositionScale(0.35, 77, "power")
+    monkeypatch.setattr(home, "compute_attention_scaling", lambda ids: reference.position_scale(other, ids)[:, None, :, None])
+    plan = detect(build("beam")).plan
+    assert plan is not None
+    assert other in [node.attention.position_scale for layer in plan.layers for node in layer.nodes if node.attention]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activations_and_softcaps_in_fp32(dtype: torch.dtype) -> None:
+    plan = detect(build("beam", dtype)).plan
+    assert plan is not None
+    nodes = [node for layer in plan.layers for node in layer.nodes]
+    half = dtype != torch.float32
+    assert {node.mlp.fp32_activation for node in nodes if node.mlp} == {half}
+    assert {node.moe.fp32_activation for node in nodes if node.moe} == {half}
+    assert plan.head.softcap == 30.0 and plan.head.fp32_softcap == half
+    gemma = detect(build("gemma2", dtype)).plan
+    assert gemma is not None and not gemma.head.fp32_softcap
+    assert not any(node.mlp.fp32_activation for layer in gemma.layers for node in layer.nodes if node.mlp)
+
+
+def test_residuals_scaled_by_depth() -> None:
+    plan = detect(build("beam")).plan
+    assert plan is not None
+    for index, layer in enumerate(plan.layers):
+        sums = [[term.scale for term in node.terms] for node in layer.nodes if node.terms]
+        assert sums == [[((n - 1) / n) ** 0.5, n**-0.5] for n in (2 * index + 2, 2 * index + 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_depths_near_one_are_told_from_one(dtype: torch.dtype) -> None:
+    scalar = (99 / 100) ** 0.5
+    assert snap(scalar, [("size", 100)], dtype) == ([1.0] if dtype == torch.bfloat16 else [])
+    assert snap(scalar, [], dtype, depths=[("index", 100)])[-1] == scalar
 
 
 # ------------------------------------------------------------------------------------------------- what is declined

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 import families
 import segki
-from families import Case
+from families import CASES, Case
 from harness import (
     assert_same_modules,
     assert_same_weights,
@@ -42,7 +42,7 @@ def assert_native(report: Any) -> None:
 def test_list_is_complete() -> None:
     assert len(families.FAMILIES) == len(set(families.FAMILIES)) == 137
     assert len(families.DENSE_NATIVE) == 39
-    assert len(families.MOE_NATIVE) == 22
+    assert len(families.MOE_NATIVE) == 23
     if "lfm3" in CONFIG_MAPPING:  # the version that the list was made from, or a newer one
         assert [name for name in families.FAMILIES if name not in CONFIG_MAPPING] == []
 
@@ -78,6 +78,16 @@ def test_native_step_in_bfloat16(case: Case) -> None:
     comparison = compare_rounding(families.build(case, torch.bfloat16))
     assert comparison.rung == 1
     comparison.assert_no_worse(routed=case.family in families.MOE_NATIVE)
+
+
+@pytest.mark.parametrize("name", ["beam", "ministral3-scaled-queries"])
+def test_queries_scaled_far_from_the_start(name: str) -> None:
+    if CASES[name] not in NATIVE:
+        pytest.skip(f"this transformers has no {CASES[name].family}")
+    comparison = compare_decode(families.build(name), lengths=(300, 40))
+    comparison.assert_close()
+    comparison.assert_same_tokens()
+    compare_rounding(families.build(name, torch.bfloat16), lengths=(300,)).assert_no_worse(routed=name == "beam")
 
 
 @by_name([case for case in NATIVE if case.name == case.family])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from segki import reference
 from segki.plan import HeadPlan, HeadView, LinearPlan, MlpPlan, ParamRef, PositionScale
+from segki.program import position_scale_table
 
 HALF = [torch.bfloat16, torch.float16]
 ALL = [torch.float32, *HALF]
@@ -78,6 +80,15 @@ def test_mlp_rounds_activation_and_product(name: str) -> None:
     torch.testing.assert_close(reference.mlp(plan, lambda ref: values[ref.name], x), want, atol=0.05, rtol=0.02)
 
 
+@pytest.mark.parametrize("dtype", ALL)
+def test_a_product_in_fp32_is_rounded_once(dtype: torch.dtype) -> None:
+    gate, up = torch.randn(500).to(dtype), torch.randn(500).to(dtype)
+    once = reference.gated("silu", gate, up, fp32=True)
+    assert torch.equal(once, (F.silu(gate.float()) * up.float()).to(dtype))
+    assert torch.equal(reference.gated("silu", gate, up), F.silu(gate) * up)
+    assert torch.equal(once, F.silu(gate) * up) == (dtype == torch.float32)
+
+
 def _table(positions: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
     angle = torch.arange(positions)[:, None] * 100.0 ** (-torch.arange(half) / half)
     return angle.cos(), angle.sin()
@@ -112,6 +123,24 @@ def test_position_scale_is_one_within_the_first_period() -> None:
     got = reference.position_scale(PositionScale(0.1, 8), torch.tensor([0, 7, 8, 100]))
     want = [1.0, 1.0, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(13)]
     torch.testing.assert_close(got, torch.tensor(want))
+
+
+def test_position_scale_by_a_power() -> None:
+    got = reference.position_scale(PositionScale(0.1, 2048, "power", 1), torch.tensor([0, 2047, 100_000]))
+    torch.testing.assert_close(got, torch.tensor([(1 + (p + 1) / 2048) ** 0.1 for p in (0, 2047, 100_000)]))
+
+
+@pytest.mark.parametrize("kind", ["log", "power"])
+def test_the_programs_table_is_the_references(kind: Literal["log", "power"]) -> None:
+    plan = PositionScale(0.3, 50, kind, 1 if kind == "power" else 0)
+    torch.testing.assert_close(position_scale_table(plan, 4000), reference.position_scale(plan, torch.arange(4000)))
+
+
+def test_factors_of_queries_are_rounded_or_not() -> None:
+    q, factor = torch.randn(2, 5, 3, 8).bfloat16(), 1 + torch.rand(2, 5)
+    wide = factor[..., None, None]
+    assert torch.equal(reference.scale_queries(q, factor, round_table=False), (q.float() * wide).bfloat16())
+    assert torch.equal(reference.scale_queries(q, factor, round_table=True), q * wide.bfloat16())
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
@@ -149,6 +178,14 @@ def test_head_epilogue_order() -> None:
     logits = torch.randn(8) * 100
     got = reference.head_epilogue(HeadPlan(linear, scale=0.5, divisor=4.0, softcap=3.0), logits)
     torch.testing.assert_close(got, 3.0 * torch.tanh(logits * 0.5 / 4.0 / 3.0))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_softcap_in_fp32(wide: bool) -> None:
+    plan = HeadPlan(LinearPlan(ParamRef("w"), 4, 4), softcap=3.0, fp32_softcap=wide)
+    logits = (torch.randn(300) * 3).bfloat16()
+    want = torch.tanh((logits.float() if wide else logits) / 3.0) * 3.0
+    assert torch.equal(reference.head_epilogue(plan, logits), want)
 
 
 @pytest.mark.parametrize("dtype", ALL)

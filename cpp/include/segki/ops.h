@@ -112,7 +112,8 @@ struct ProjectionArgs {
 };
 
 // First half of a gated MLP: out = round(round(act(g)) * u) with g = round(x Wg^T + bg), u =
-// round(x Wu^T + bu). The second half is a projection.
+// round(x Wu^T + bu); with fp32_activation, out = round(act(g) * u). The second half is a
+// projection.
 struct GatedProjectionArgs {
   TensorView x;          // [rows, K]
   TensorView gate;       // [F, K]
@@ -121,6 +122,7 @@ struct GatedProjectionArgs {
   TensorView up_bias;    // [F], optional
   TensorView out;        // [rows, F]
   Activation activation = Activation::kSilu;
+  std::int32_t fp32_activation = 0;
 };
 
 enum class RopeKind : std::int32_t { kNone = 0, kNeox = 1, kInterleaved = 2 };
@@ -169,9 +171,10 @@ struct RopeKvWriteArgs {
 // Row r sees keys [max(first[r], lengths[r] + 1 - window), lengths[r]] (window 0: unlimited), key t
 // at cache index t modulo L. score = q . k * scale, softcap: score = softcap * tanh(score /
 // softcap); softmax and weighted sum in fp32, rounded once; with gate: out = round(out *
-// round(sigmoid(gate))). K and V are read once for the G query heads that share them. The reduction
-// runs over keys in blocks counted from the first visible key, so that a left-padded row gives the
-// bits of the row alone.
+// round(sigmoid(gate))), where gate_bias makes it gate = round(gate + gate_bias of the query head).
+// K and V are read once for the G query heads that share them. The reduction runs over keys in
+// blocks counted from the first visible key, so that a left-padded row gives the bits of the row
+// alone.
 //
 // With `partial`, a row's n visible keys are cut into min(S, ceil(n / kMinSplitKeys)) pieces of
 // whole blocks, each a unit of work, so that few rows and heads keep many cores busy at long
@@ -191,6 +194,7 @@ struct AttentionArgs {
   float scale = 1.0F;
   float softcap = 0.0F;  // 0: none
   std::int32_t window = 0;
+  TensorView gate_bias;  // [Hq], with `gate`; optional
 };
 
 // Keys that one piece of a row's attention has at least, where `partial` lets it be split.
@@ -198,7 +202,7 @@ constexpr int kMinSplitKeys = 256;
 
 // logits = softcap(round(round(x W^T + bias) * scale / divisor)), each step rounded to dtype as the
 // model does; stored as f32. A scale or divisor of 1 and a softcap of 0 are left out. softcap(y) =
-// round(round(tanh(round(y / cap))) * cap).
+// round(round(tanh(round(y / cap))) * cap), with fp32_softcap without these three roundings.
 struct LmHeadArgs {
   TensorView x;       // [rows, K]
   TensorView weight;  // [V, K], or [K, V] when transposed
@@ -208,6 +212,7 @@ struct LmHeadArgs {
   float divisor = 1.0F;
   float softcap = 0.0F;
   std::int32_t transposed = 0;
+  std::int32_t fp32_softcap = 0;
 };
 
 // token = argmax(logits) with torch.argmax's answer: the lowest index among equals; NaN counts as
@@ -362,7 +367,7 @@ struct RouterArgs {
 
 // First half of the chosen experts' gated MLPs, e = experts[r, j]:
 //   out[r, j] = round(round(act(g)) * u), g = round(x_r Wg_e^T + bg_e), u = round(x_r Wu_e^T +
-//   bu_e).
+//   bu_e); with fp32_activation, out[r, j] = round(act(g) * u).
 // Experts' weights are named by address, so that one fused parameter [E, 2F, K] and a list of
 // separate matrices are read where they lie: `gate[e]` is the address of a matrix [F, K] of dtype
 // whose rows are `weight_stride` elements apart (with `transposed`, [K, F] with rows
@@ -379,6 +384,7 @@ struct ExpertGatedProjectionArgs {
   std::int64_t weight_stride = 0;
   std::int32_t transposed = 0;
   Activation activation = Activation::kSilu;
+  std::int32_t fp32_activation = 0;
 };
 
 // Second half and the weighted sum:

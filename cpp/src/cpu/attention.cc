@@ -274,15 +274,24 @@ class Group {
         gate = args_.gate.as<const T>() + row * args_.gate.stride[0] + head * args_.gate.stride[1] +
                g * args_.gate.stride[2];
       }
+      const bool biased = args_.gate_bias.present();
+      const VF bias = biased ? set(gate_bias(head * size_ + g)) : zero();
       for (std::int64_t d = 0; d < v_dim_; d += kLanes) {
         const std::int64_t left = v_dim_ - d;
         VF y = hn::Div(hn::Load(DF(), mixed_ + g * layout_.mixed_stride + d), sum);
         if (gate != nullptr) {
-          y = hn::Mul(rounded<T>(y), rounded<T>(sigmoid(load_row(gate + d, left))));
+          VF z = load_row(gate + d, left);
+          if (biased) z = rounded<T>(hn::Add(z, bias));
+          y = hn::Mul(rounded<T>(y), rounded<T>(sigmoid(z)));
         }
         store_row(y, out + d, left);
       }
     }
+  }
+
+  float gate_bias(std::int64_t query_head) const {
+    return hn::GetLane(
+        load_row(args_.gate_bias.as<const T>() + query_head * args_.gate_bias.stride[0], 1));
   }
 
   const AttentionArgs& args_;

@@ -34,6 +34,7 @@ struct ExpertGateEpilogue {
   T* out;
   std::int64_t width;
   Activation activation;
+  bool fp32_activation;
 
   HWY_INLINE void operator()(std::int64_t row, std::int64_t column, std::int64_t count,
                              const float* const (&sums)[2]) const {
@@ -43,7 +44,9 @@ struct ExpertGateEpilogue {
       const VF gate =
           biased(sums[0] + i, gate_bias == nullptr ? nullptr : gate_bias + column + i, n);
       const VF up = biased(sums[1] + i, up_bias == nullptr ? nullptr : up_bias + column + i, n);
-      store_live(hn::Mul(activate<T>(activation, gate), up), to + i, n);
+      const VF activated =
+          fp32_activation ? activate<float>(activation, gate) : activate<T>(activation, gate);
+      store_live(hn::Mul(activated, up), to + i, n);
     }
   }
 };
@@ -101,7 +104,8 @@ void run(const ExpertGatedProjectionArgs& args, const Exec& exec) {
                                             expert_address<T>(args.up_bias, e),
                                             args.out.as<T>(),
                                             width,
-                                            args.activation};
+                                            args.activation,
+                                            args.fp32_activation != 0};
     const T* gate = expert_address<T>(args.gate, e);
     const T* up = expert_address<T>(args.up, e);
     if (args.transposed != 0) {

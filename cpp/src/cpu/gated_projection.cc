@@ -18,6 +18,7 @@ struct GatedEpilogue {
   T* out;
   std::int64_t out_stride;
   Activation activation;
+  bool fp32_activation;
 
   HWY_INLINE void operator()(std::int64_t row, std::int64_t column, std::int64_t count,
                              const float* const (&sums)[2]) const {
@@ -27,7 +28,9 @@ struct GatedEpilogue {
       const VF gate =
           biased(sums[0] + i, gate_bias == nullptr ? nullptr : gate_bias + column + i, n);
       const VF up = biased(sums[1] + i, up_bias == nullptr ? nullptr : up_bias + column + i, n);
-      store_live(hn::Mul(activate<T>(activation, gate), up), to + i, n);
+      const VF activated =
+          fp32_activation ? activate<float>(activation, gate) : activate<T>(activation, gate);
+      store_live(hn::Mul(activated, up), to + i, n);
     }
   }
 };
@@ -40,8 +43,12 @@ void run(const GatedProjectionArgs& args, const Exec& exec) {
   if (range.begin == range.end) return;
   float* packed = static_cast<float*>(exec.scratch);
   pack_rows<T>(args.x, packed);
-  const GatedEpilogue<T> epilogue = {args.gate_bias.as<const T>(), args.up_bias.as<const T>(),
-                                     args.out.as<T>(), args.out.stride[0], args.activation};
+  const GatedEpilogue<T> epilogue = {args.gate_bias.as<const T>(),
+                                     args.up_bias.as<const T>(),
+                                     args.out.as<T>(),
+                                     args.out.stride[0],
+                                     args.activation,
+                                     args.fp32_activation != 0};
   matmul<2, T>({args.gate.as<const T>(), args.up.as<const T>()}, range, k, rows, packed, epilogue);
 }
 

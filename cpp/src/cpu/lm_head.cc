@@ -19,6 +19,7 @@ struct LogitsEpilogue {
   float scale;
   float divisor;
   float softcap;
+  bool fp32_softcap;
 
   HWY_INLINE void operator()(std::int64_t row, std::int64_t column, std::int64_t count,
                              const float* const (&sums)[1]) const {
@@ -29,12 +30,17 @@ struct LogitsEpilogue {
       if (scale != 1.0F) y = rounded<T>(hn::Mul(y, set(scale)));
       if (divisor != 1.0F) y = rounded<T>(hn::Div(y, set(divisor)));
       if (softcap != 0.0F) {
-        y = rounded<T>(hn::Div(y, set(softcap)));
-        y = rounded<T>(tanh(y));
-        y = rounded<T>(hn::Mul(y, set(softcap)));
+        y = fp32_softcap ? capped<float>(y) : capped<T>(y);
       }
       store_live(y, to + i, n);
     }
+  }
+
+  template <typename Rounding>
+  HWY_INLINE VF capped(VF y) const {
+    y = rounded<Rounding>(hn::Div(y, set(softcap)));
+    y = rounded<Rounding>(tanh(y));
+    return rounded<Rounding>(hn::Mul(y, set(softcap)));
   }
 };
 
@@ -51,7 +57,8 @@ void run(const LmHeadArgs& args, const Exec& exec) {
                                       args.logits.stride[0],
                                       args.scale,
                                       args.divisor,
-                                      args.softcap};
+                                      args.softcap,
+                                      args.fp32_softcap != 0};
   const T* weight = args.weight.as<const T>();
   if (args.transposed != 0) {
     pack_rows_transposed<T>(args.x, packed);

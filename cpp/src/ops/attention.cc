@@ -27,6 +27,11 @@ void check(const AttentionArgs& args) {
                    "at least " + std::to_string(rows.value) + ", one a row");
   }
   checker.optional("gate", args.gate, {&rows, &kv_heads, &group, &v_head_dim}, dtype);
+  if (args.gate.present()) {
+    checker.optional("gate_bias", args.gate_bias, {&heads}, dtype);
+  } else {
+    checker.absent("gate_bias", args.gate_bias, "where 'gate' is absent");
+  }
   checker.shape("out", args.out, {&rows, &width}, dtype);
   checker.dense("out", args.out);
   checker.distinct("out", args.out, "q", args.q);

@@ -21,6 +21,7 @@ void check(const ExpertGatedProjectionArgs& args) {
   ops::check_weight_stride(checker, args.weight_stride, args.transposed != 0, inputs, width);
   checker.number("activation", static_cast<std::int32_t>(args.activation), 0,
                  static_cast<std::int32_t>(Activation::kRelu2));
+  checker.number("fp32_activation", args.fp32_activation, 0, 1);
 }
 
 void expert_gated_projection(const Backend& backend, const ExpertGatedProjectionArgs& args,

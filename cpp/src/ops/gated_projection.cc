@@ -20,6 +20,7 @@ void check(const GatedProjectionArgs& args) {
   checker.distinct("out", args.out, "x", args.x);
   checker.number("activation", static_cast<std::int32_t>(args.activation), 0,
                  static_cast<std::int32_t>(Activation::kRelu2));
+  checker.number("fp32_activation", args.fp32_activation, 0, 1);
 }
 
 void gated_projection(const Backend& backend, const GatedProjectionArgs& args,

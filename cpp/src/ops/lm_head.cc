@@ -25,6 +25,7 @@ void check(const LmHeadArgs& args) {
     checker.refuse("divisor", "is 0", "another number");
   }
   checker.not_negative("softcap", args.softcap);
+  checker.number("fp32_softcap", args.fp32_softcap, 0, 1);
 }
 
 void lm_head(const Backend& backend, const LmHeadArgs& args, const RunOptions& options) {

@@ -139,7 +139,8 @@ void bind_ops(nb::module_& module) {
       .def_rw("gate_bias", &GatedProjectionArgs::gate_bias)
       .def_rw("up_bias", &GatedProjectionArgs::up_bias)
       .def_rw("out", &GatedProjectionArgs::out)
-      .def_rw("activation", &GatedProjectionArgs::activation);
+      .def_rw("activation", &GatedProjectionArgs::activation)
+      .def_rw("fp32_activation", &GatedProjectionArgs::fp32_activation);
 
   nb::class_<RopeKvWriteArgs>(module, "RopeKvWriteArgs")
       .def(nb::init<>())
@@ -180,7 +181,8 @@ void bind_ops(nb::module_& module) {
       .def_rw("arrived", &AttentionArgs::arrived)
       .def_rw("scale", &AttentionArgs::scale)
       .def_rw("softcap", &AttentionArgs::softcap)
-      .def_rw("window", &AttentionArgs::window);
+      .def_rw("window", &AttentionArgs::window)
+      .def_rw("gate_bias", &AttentionArgs::gate_bias);
 
   nb::class_<LmHeadArgs>(module, "LmHeadArgs")
       .def(nb::init<>())
@@ -191,7 +193,8 @@ void bind_ops(nb::module_& module) {
       .def_rw("scale", &LmHeadArgs::scale)
       .def_rw("divisor", &LmHeadArgs::divisor)
       .def_rw("softcap", &LmHeadArgs::softcap)
-      .def_rw("transposed", &LmHeadArgs::transposed);
+      .def_rw("transposed", &LmHeadArgs::transposed)
+      .def_rw("fp32_softcap", &LmHeadArgs::fp32_softcap);
 
   nb::class_<ArgmaxArgs>(module, "ArgmaxArgs")
       .def(nb::init<>())
@@ -300,7 +303,8 @@ void bind_ops(nb::module_& module) {
       .def_rw("out", &ExpertGatedProjectionArgs::out)
       .def_rw("weight_stride", &ExpertGatedProjectionArgs::weight_stride)
       .def_rw("transposed", &ExpertGatedProjectionArgs::transposed)
-      .def_rw("activation", &ExpertGatedProjectionArgs::activation);
+      .def_rw("activation", &ExpertGatedProjectionArgs::activation)
+      .def_rw("fp32_activation", &ExpertGatedProjectionArgs::fp32_activation);
 
   nb::class_<ExpertProjectionArgs>(module, "ExpertProjectionArgs")
       .def(nb::init<>())

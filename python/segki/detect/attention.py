@@ -20,8 +20,9 @@ from segki.detect.mlp import linear_plan
 from segki.detect.norms import detect_norm
 from segki.detect.numeric import Unknown, max_error, mean_error
 from segki.detect.ropes import RopeChoice, has_parameters, rope_choices
+from segki.detect.scales import factor_name, given_scale
 from segki.detect.trace import FORWARD_ERRORS, Call, Trace, is_pair, recording, same
-from segki.plan import AttentionPlan, NormPlan, PositionScale
+from segki.plan import AttentionPlan, NormPlan, ParamRef, PositionScale
 
 PRECISE = 2e-4  # fp32 probes
 LARGE = 60.0  # scores that show softcaps
@@ -31,11 +32,12 @@ ROUNDING_RUNS = 10
 
 @dataclass
 class Parts:
-    """The linear layers and norms of a block, by what they are connected to."""
+    """The linear layers and norms of a block, by what they are connected to; `vector` is a parameter of the block itself."""
 
     projections: list[Call]
     out: Call
     norms: list[tuple[Call, NormPlan]]
+    vector: tuple[ParamRef, int] | None = None
 
 
 @dataclass
@@ -52,11 +54,13 @@ class Probe:
 def find_parts(ctx: Context, call: Call) -> Parts:
     """Sort the called submodules of a block into input projections, output projection and norms."""
     projections, outs, norms = [], [], []
+    vector: tuple[ParamRef, int] | None = None
     for name, module in call.module.named_modules(prefix=call.name):
         if name == call.name:
-            if next(module.parameters(recurse=False), None) is not None:
-                own = next(iter(dict(module.named_parameters(recurse=False))))
-                raise Unknown(f"{name}: parameter {own} is not explained")
+            for own, parameter in module.named_parameters(recurse=False):
+                if vector is not None or parameter.dim() != 1:
+                    raise Unknown(f"{name}: parameter {own} is not explained")
+                vector = ParamRef(f"{name}.{own}"), parameter.shape[0]
             continue
         calls = ctx.trace.by_name.get(name, [])
         if is_linear(module):
@@ -78,7 +82,7 @@ def find_parts(ctx: Context, call: Call) -> Parts:
     if len(outs) != 1 or not 1 <= len(projections) <= 4:
         raise Unknown(f"{call.name}: {len(projections)} projections of the input and {len(outs)} of the output")
     projections.sort(key=lambda c: c.order)
-    return Parts(projections, outs[0], norms)
+    return Parts(projections, outs[0], norms, vector)
 
 
 def run_probe(ctx: Context, call: Call, parts: Parts, x: Tensor, changed: dict[str, Tensor], gain: float = 1.0) -> Probe:
@@ -196,25 +200,27 @@ def candidates(
     for dim in head_sizes(ctx, call, width):
         for layout in layouts(names, [p.out_features for p in projections], width, dim):
             norms = qk_norms(parts, probe, layout, dim)
-            if norms is None:
+            bias = None if parts.vector is None else parts.vector[0]
+            if norms is None or (parts.vector is not None and (layout.gate is None or parts.vector[1] != layout.q_heads)):
                 continue
             q_norm, k_norm, norm_width, after = norms
             for choice, scale in itertools.product(rope_choices(ctx, call, probe.pairs, dim), scales(ctx, call, dim)):
                 yield AttentionPlan(
                     projections, layout.q, layout.k, layout.v, out, layout.q_heads, layout.kv_heads, dim, scale, dim,
                     layout.gate, q_norm, k_norm, "full" if norm_width == "full" else "head", after, choice.plan, window=window,
+                    gate_bias=bias,
                 ), choice  # fmt: skip
 
 
-def mixed_values(ctx: Context, plan: AttentionPlan, probe: Probe, choice: RopeChoice, positions: Tensor | None = None) -> Tensor:
-    """What the reference hands to the output projection."""
+def mixed_values(ctx: Context, plan: AttentionPlan, probe: Probe, choice: RopeChoice, factors: Tensor | None = None) -> Tensor:
+    """What the reference hands to the output projection, queries being multiplied with `factors` (fp32 `[1, T]`)."""
     tokens = probe.mixed.shape[1]
     index = torch.arange(tokens, device=ctx.device)[None]
     tables = None if plan.rope is None else choice.tables(probe.pairs)
     bare = replace(plan, position_scale=None)
     q, k, v, gate = reference.qkv(bare, ctx.lookup(probe.overrides), probe.projected, tables, index)
-    if plan.position_scale is not None and positions is not None:
-        q = q * reference.position_scale(plan.position_scale, positions)[..., None, None].to(q.dtype)
+    if plan.position_scale is not None and factors is not None:
+        q = reference.scale_queries(q, factors, round_table=plan.position_scale.round_table)
     visible = reference.causal_mask(tokens, plan.window, ctx.device)[None]
     return reference.attend(q, k, v, visible, scale=plan.scale, softcap=plan.softcap, gate=gate)
 
@@ -242,6 +248,9 @@ def detect_attention(ctx: Context, call: Call, window: int | None) -> AttentionP
     parts = find_parts(ctx, call)
     base = ctx.randn(*x.shape)
     still = _moved(call, x.shape[1], 0)
+    name = factor_name(call)
+    if name is not None:
+        still[name] = torch.ones_like(call.kwargs[name])
     try:
         probe = run_probe(ctx, call, parts, base, still)
         deviation = max(float(p.std()) for p in probe.projected)
@@ -249,8 +258,12 @@ def detect_attention(ctx: Context, call: Call, window: int | None) -> AttentionP
         probe = run_probe(ctx, call, parts, base * size, still)
         plan, choice = _search(ctx, call, parts, probe, window)
         plan = _confirm_large(ctx, call, parts, plan, choice, base * size, probe, still)
-        plan = _position_scale(ctx, call, parts, plan, choice, base * size)
-        return _rounding(ctx, call, parts, plan, choice, base * size, still)
+        if name is None:
+            plan = _position_scale(ctx, call, parts, plan, choice, base * size)
+        else:
+            plan = _given_scale(ctx, call, parts, plan, choice, base * size, still, name)
+        plan = _rounding(ctx, call, parts, plan, choice, base * size, still)
+        return _table_rounding(ctx, call, parts, plan, choice, base * size, still, name)
     except FORWARD_ERRORS as error:
         raise Unknown(f"{call.name}: probing failed: {type(error).__name__}: {error}") from error
 
@@ -264,6 +277,8 @@ def _search(ctx: Context, call: Call, parts: Parts, probe: Probe, window: int | 
             nearest = min(nearest, error)
             if error < PRECISE:
                 return capped, choice
+    if parts.vector is not None and nearest == math.inf:
+        raise Unknown(f"{call.name}: parameter {parts.vector[0].name.rpartition('.')[2]} is not explained")
     raise Unknown(f"{call.name}: no known attention gives its output (nearest differs by {nearest:.1e} of the largest value)")
 
 
@@ -308,9 +323,36 @@ def _position_scale(ctx: Context, call: Call, parts: Parts, plan: AttentionPlan,
     options = [None, *(PositionScale(beta, period) for beta in betas for period in periods)]
     for option in options:
         candidate = replace(plan, position_scale=option)
-        if max_error(mixed_values(ctx, candidate, far, choice, positions), far.mixed) < PRECISE:
+        factors = None if option is None else reference.position_scale(option, positions)
+        if max_error(mixed_values(ctx, candidate, far, choice, factors), far.mixed) < PRECISE:
             return candidate
     raise Unknown(f"{call.name}: it depends on positions in a way that is not known")
+
+
+def _given_scale(
+    ctx: Context,
+    call: Call,
+    parts: Parts,
+    plan: AttentionPlan,
+    choice: RopeChoice,
+    x: Tensor,
+    still: dict[str, Tensor],
+    name: str,
+) -> AttentionPlan:
+    """A block that is given one number a token: it multiplies the queries, or does nothing."""
+    drawn = _drawn(ctx, call.kwargs[name])
+    probe = run_probe(ctx, call, parts, x, {**still, name: drawn})
+    if max_error(mixed_values(ctx, plan, probe, choice), probe.mixed) < PRECISE:
+        return plan
+    scaled = replace(plan, position_scale=given_scale(ctx, call))
+    if max_error(mixed_values(ctx, scaled, probe, choice, drawn.reshape(1, -1)), probe.mixed) < PRECISE:
+        return scaled
+    raise Unknown(f"{call.name}: it depends on {name} in a way that is not known")
+
+
+def _drawn(ctx: Context, like: Tensor) -> Tensor:
+    """Random fp32 factors around 1."""
+    return (0.4 * ctx.randn(*like.shape)).exp()
 
 
 def _moved(call: Call, tokens: int, step: int) -> dict[str, Tensor]:
@@ -341,4 +383,33 @@ def _rounding(
         probe = run_probe(ctx, call, parts, sharp, still, gain=factor if plan.q_norm else 1.0)
         for index, candidate in enumerate(plans):
             errors[index] += mean_error(mixed_values(ctx, candidate, probe, choice), probe.mixed)
+    return plans[0] if errors[0] <= errors[1] else plans[1]
+
+
+def _table_rounding(
+    ctx: Context,
+    call: Call,
+    parts: Parts,
+    plan: AttentionPlan,
+    choice: RopeChoice,
+    x: Tensor,
+    still: dict[str, Tensor],
+    name: str | None,
+) -> AttentionPlan:
+    """In half precision, whether factors of the queries are rounded before the product."""
+    scale = plan.position_scale
+    if scale is None or ctx.dtype == torch.float32:
+        return plan
+    plans = [replace(plan, position_scale=replace(scale, round_table=rounded)) for rounded in (True, False)]
+    errors = [0.0, 0.0]
+    for run in range(ROUNDING_RUNS):
+        if name is None:
+            changed = _moved(call, x.shape[1], 1003 + 97 * run)
+            factors = reference.position_scale(scale, next(iter(changed.values())).reshape(-1, x.shape[1])[:1])
+        else:
+            drawn = _drawn(ctx, call.kwargs[name])
+            changed, factors = {**still, name: drawn}, drawn.reshape(1, -1)
+        probe = run_probe(ctx, call, parts, (ctx.randn(*x.shape) * float(x.std())).to(ctx.dtype), changed)
+        for index, candidate in enumerate(plans):
+            errors[index] += mean_error(mixed_values(ctx, candidate, probe, choice, factors), probe.mixed)
     return plans[0] if errors[0] <= errors[1] else plans[1]

@@ -94,11 +94,10 @@ class LayerCheck:
 
     def _mlp_inner(self, plan: MlpPlan) -> Tensor | None:
         up = captured(self.ctx, plan.up)
-        activation = reference.ACTIVATIONS[plan.activation]
         if up is None or plan.gate is None:
-            return None if up is None else activation(up)
+            return None if up is None else reference.ACTIVATIONS[plan.activation](up)
         gate = captured(self.ctx, plan.gate)
-        return None if gate is None else activation(gate) * up
+        return None if gate is None else reference.gated(plan.activation, gate, up, fp32=plan.fp32_activation)
 
     def _gdn_inner(self, plan: GdnPlan) -> Tensor | None:
         projected = [value for value in (captured(self.ctx, p) for p in plan.projections) if value is not None]

@@ -13,7 +13,7 @@ from segki.detect.guard import is_linear
 from segki.detect.numeric import Unknown, config_numbers, module_numbers
 from segki.detect.resolve import resolve
 from segki.detect.trace import Call, Trace
-from segki.plan import Activation, MlpPlan, MoePlan, NormPlan, ParamRef
+from segki.plan import Activation, AttentionPlan, MlpPlan, MoePlan, NormPlan, ParamRef
 
 IGNORED_ATTRIBUTES = frozenset({"layer_idx", "layer_id", "layer_number", "training", "block_idx"})
 
@@ -31,9 +31,11 @@ class Context:
     ids: Tensor
     norms: dict[Any, NormPlan | None] = field(default_factory=dict)
     mlps: dict[str, MlpPlan | str] = field(default_factory=dict)
+    attentions: dict[Any, tuple[str, AttentionPlan]] = field(default_factory=dict)
     moes: dict[str, MoePlan | str] = field(default_factory=dict)
     moe_kinds: dict[Any, tuple[str, MoePlan | str]] = field(default_factory=dict)
     confirmed: dict[Any, list[Activation]] = field(default_factory=dict)
+    factors: dict[tuple[str, str], Tensor] | None = None  # see `segki.detect.scales`
     _numbers: list[tuple[str, float]] | None = None
 
     @property

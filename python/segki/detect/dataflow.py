@@ -10,16 +10,19 @@ from torch import Tensor
 
 from segki import reference
 from segki.detect.attention import detect_attention
-from segki.detect.context import Context, has_linear, is_container
+from segki.detect.context import Context, has_linear, is_container, signature
 from segki.detect.gdn import detect_gdn, is_gdn_shaped
 from segki.detect.guard import is_linear
 from segki.detect.mlp import detect_mlp, has_fused_input, is_mlp_shaped
 from segki.detect.moe import moe_plan
 from segki.detect.moe_parts import is_moe_shaped
 from segki.detect.norms import detect_norm
-from segki.detect.numeric import Unknown, equal_share, fit, snap
+from segki.detect.numeric import Unknown, equal_share, fit, module_numbers, snap
+from segki.detect.resolve import renamed
+from segki.detect.ropes import real_pairs, rope_source
+from segki.detect.scales import factor_key
 from segki.detect.trace import Call, find_same
-from segki.plan import LayerPlan, MlpPlan, Node, Term
+from segki.plan import AttentionPlan, LayerPlan, MlpPlan, Node, Term
 
 FIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 MIN_EQUAL = 0.97  # share of the elements of a sum that must agree bit for bit
@@ -54,7 +57,8 @@ def find_sum(ctx: Context, call: Call, values: list[tuple[str, Tensor]], target:
             coefficients, rest = fit(target, [value for _, value in chosen])
             if rest > tolerance or min(abs(c) for c in coefficients) < 1e-3:
                 continue
-            options = [snap(c, ctx.numbers(call.module), ctx.dtype, noise=rest) for c in coefficients]
+            numbers, depths = ctx.numbers(call.module), module_numbers(call.module)
+            options = [snap(c, numbers, ctx.dtype, noise=rest, depths=depths) for c in coefficients]
             for terms in _orders(chosen, options):
                 lookup = dict(known)
                 got = reference.scaled_sum([(lookup[t.value], t.scale) for t in terms])
@@ -163,7 +167,17 @@ def _visit(ctx: Context, layer: Call, call: Call, flow: Flow, window: int | None
     elif mlp is not None and not has_fused_input(ctx, call):
         raise Unknown(mlp)
     else:
-        node = Node(flow.fresh(label), call.name, src, attention=detect_attention(ctx, call, window))
+        node = Node(flow.fresh(label), call.name, src, attention=_attention(ctx, call, window))
     if y is None:
         raise Unknown(f"{call.name}: gives no hidden state")
     flow.add(node, y)
+
+
+def _attention(ctx: Context, call: Call, window: int | None) -> AttentionPlan:
+    """The plan of an attention block, probed once for each signature: layers may differ in nothing but a scalar of their sums."""
+    key = (signature(call.module), window, tuple(rope_source(ctx, pair) for pair in real_pairs(ctx, call)), factor_key(call))
+    if key not in ctx.attentions:
+        ctx.attentions[key] = (call.name, detect_attention(ctx, call, window))
+    origin, plan = ctx.attentions[key]
+    found: AttentionPlan = renamed(plan, f"{origin}.", f"{call.name}.")
+    return found

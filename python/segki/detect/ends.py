@@ -134,6 +134,7 @@ def detect_head(ctx: Context, head: Call, result: Logits, input_scale: float) ->
     if raw.shape != result.logits.shape:
         raise Unknown(f"logits have shape {tuple(result.logits.shape)}, the head gives {tuple(raw.shape)}")
     numbers = ctx.numbers(ctx.model)
+    half = ctx.dtype != torch.float32
     wanted = result.logits.to(ctx.dtype)
     coefficients, _ = fit(wanted[:, :1], [raw[:, :1]])
     ratio = coefficients[0] if coefficients else 1.0
@@ -143,9 +144,20 @@ def detect_head(ctx: Context, head: Call, result: Logits, input_scale: float) ->
             options += [(float(number), 1.0)] if abs(number / ratio - 1) < 0.02 else []
             options += [(1.0, float(number))] if abs(1 / number / ratio - 1) < 0.02 else []
     caps = [None, *dict.fromkeys(float(v) for n, v in numbers if "cap" in n and v > 0)]
-    plans = [HeadPlan(plan.linear, input_scale, scale, divisor, cap) for cap in caps for scale, divisor in dict.fromkeys(options)]
+    plans = [
+        HeadPlan(plan.linear, input_scale, scale, divisor, cap, wide)
+        for cap in caps
+        for wide in ((False, True) if half and cap is not None and result.logits.dtype == torch.float32 else (False,))
+        for scale, divisor in dict.fromkeys(options)
+    ]
     errors = [
-        max(max_error(row, want) for row, want in zip(reference.head_epilogue(p, raw)[0], wanted[0], strict=True)) for p in plans
+        max(
+            max_error(row, want)
+            for row, want in zip(
+                reference.head_epilogue(p, raw)[0], (result.logits if p.fp32_softcap else wanted)[0], strict=True
+            )
+        )
+        for p in plans
     ]
     best = min(range(len(plans)), key=lambda i: errors[i])
     if errors[best] > TOLERANCE[ctx.dtype] / 4:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -79,15 +80,17 @@ def detect_mlp(ctx: Context, call: Call) -> MlpPlan:
         raise Unknown(f"{call.name}: its linear layers are not connected as in an MLP")
     key = signature(call.module)
     activations = ctx.confirmed[key] if key in ctx.confirmed else _activations(call.module)
-    width = inner.shape[-1]
+    width, half = inner.shape[-1], ctx.dtype != torch.float32
     best: tuple[float, MlpPlan] | None = None
     for gate, up, gate_value, up_value in _roles(ups, width):
-        for name in activations:
-            activation = reference.ACTIVATIONS[name]
-            value = activation(up_value) if gate_value is None else activation(gate_value) * up_value
+        for name, wide in itertools.product(activations, (False, True) if gate is not None and half else (False,)):
+            if gate_value is None:
+                value = reference.ACTIVATIONS[name](up_value)
+            else:
+                value = reference.gated(name, gate_value, up_value, fp32=wide)
             error = mean_error(value, inner)
             if best is None or error < best[0]:
-                best = (error, MlpPlan(up, linear_plan(down.name, down.module), name, gate))
+                best = (error, MlpPlan(up, linear_plan(down.name, down.module), name, gate, wide))
     if best is None or best[0] > (2e-6 if ctx.dtype == torch.float32 else TOLERANCE[ctx.dtype] / 8):
         raise Unknown(f"{call.name}: no known activation and layout gives its inner values")
     if key not in ctx.confirmed:

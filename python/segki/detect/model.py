@@ -22,6 +22,7 @@ from segki.detect.numeric import Unknown
 from segki.detect.resolve import renamed, resolve, text_parameter
 from segki.detect.ropes import rope_source
 from segki.detect.run import Run, beside, decoder, layer_calls, preserved, run_once, sealed
+from segki.detect.scales import factor_key
 from segki.detect.trace import FORWARD_ERRORS, Call
 from segki.detect.windows import layer_windows
 from segki.plan import Detection, LayerPlan, MlpPlan, ModelPlan, MoePlan, ParamRef, Segment
@@ -111,15 +112,21 @@ def _layers(ctx: Context, calls: list[Call], windows: list[int | None]) -> list[
     for call, window in zip(calls, windows, strict=True):
         pairs = list(call.tensor_pairs()) or [pair for inner in ctx.trace.under(call.name) for pair in inner.tensor_pairs()]
         sources = tuple(dict.fromkeys(rope_source(ctx, pair) for pair in pairs))
-        key = (signature(call.module), window, sources)
+        factors = tuple(factor_key(inner) for inner in ctx.trace.under(call.name))
+        key = (signature(call.module), window, sources, factors)
         plan = known.get(key)
         if plan is not None:
             plan = renamed(plan, f"{plan.module}.", f"{call.name}.", call.name)
             if check.problem(call, plan, whole=False) is not None:
                 plan = None
         if plan is None:
+            reused = bool(ctx.attentions)
             plan = detect_layer(ctx, call, window)
             problem = check.problem(call, plan, whole=True)
+            if problem is not None and reused:  # an attention block like an earlier one may be another all the same
+                ctx.attentions.clear()
+                plan = detect_layer(ctx, call, window)
+                problem = check.problem(call, plan, whole=True)
             if problem is not None:
                 raise Unknown(problem)
             known.setdefault(key, plan)

@@ -309,21 +309,28 @@ def _rounding(ctx: Context, call: Call, parts: Parts, plans: list[MoePlan]) -> M
     half = ctx.dtype != torch.float32
     settings = [NORMAL, TIED[ctx.dtype]] if half else [NORMAL]
     probes = [run_probe(ctx, call, parts, setting, silent=False, single=True) for setting in settings]
-    trials = [Trial(ctx, plans[0], probe, single=True) for probe in probes]
-    options = [option for plan in plans for option in _roundings(ctx, plan)] if half else plans
-
-    def share(option: MoePlan) -> float:
-        got = [trial.output(option) for trial in trials]
-        if not half:
-            return trials[0].share(got[0])
-        return sum(equal_share(value, trial.probe.y) for value, trial in zip(got, trials, strict=True)) / len(trials)
-
-    shares = [share(option) for option in options]
-    best = max(range(len(options)), key=lambda i: shares[i])
-    if shares[best] < (MIN_EQUAL if half else SHARE):
+    best: tuple[float, MoePlan] = (-1.0, plans[0])
+    for wide in (False, True) if half else (False,):
+        inner = [replace(plan, fp32_activation=wide) for plan in plans]
+        trials = [Trial(ctx, inner[0], probe, single=True) for probe in probes]
+        for option in [option for plan in inner for option in _roundings(ctx, plan)] if half else inner:
+            share = _share(trials, option, half)
+            if share > best[0]:
+                best = (share, option)
+        if best[0] == 1.0:
+            break
+    if best[0] < (MIN_EQUAL if half else SHARE):
         what = "elements, bit for bit" if half else "tokens"
-        raise Unknown(f"{call.name}: no known rounding gives its output (the nearest agrees on {shares[best]:.0%} of the {what})")
-    return options[best]
+        raise Unknown(f"{call.name}: no known rounding gives its output (the nearest agrees on {best[0]:.0%} of the {what})")
+    return best[1]
+
+
+def _share(trials: list[Trial], option: MoePlan, half: bool) -> float:
+    """Share of the elements (in half precision) or tokens on which a plan agrees with every probe."""
+    got = [trial.output(option) for trial in trials]
+    if not half:
+        return trials[0].share(got[0])
+    return sum(equal_share(value, trial.probe.y) for value, trial in zip(got, trials, strict=True)) / len(trials)
 
 
 def _roundings(ctx: Context, plan: MoePlan) -> Iterator[MoePlan]:

@@ -66,21 +66,31 @@ def config_numbers(config: object) -> list[tuple[str, float]]:
     return list(_numbers(vars(config).items())) if config is not None else []
 
 
-def snap(estimate: float, numbers: Iterable[tuple[str, float]], dtype: torch.dtype, noise: float = 0.0) -> list[float]:
-    """Exact scalars that an estimate may stand for, best first: 1, a known number, its inverse, root or inverse root."""
+def snap(
+    estimate: float,
+    numbers: Iterable[tuple[str, float]],
+    dtype: torch.dtype,
+    noise: float = 0.0,
+    depths: Iterable[tuple[str, float]] = (),
+) -> list[float]:
+    """Exact scalars that an estimate may stand for, best first: 1, a known number, its inverse, root or inverse root.
+
+    Of `depths` also what is left beside an inverse root, `sqrt((n - 1) / n)`; it comes so near 1 that both are given.
+    """
     tolerance = max(SCALAR_TOLERANCE[dtype], noise)
-    if abs(estimate - 1.0) < tolerance:
-        return [1.0]
+    one = [1.0] if abs(estimate - 1.0) < tolerance else []
+    forms: list[tuple[int, float]] = []
+    if not one:
+        for _, value in numbers:
+            if value > 0:
+                forms += enumerate((value, 1.0 / value, math.sqrt(value), value**-0.5))
+    forms += [(4, math.sqrt((value - 1) / value)) for _, value in depths if value > 1]
     found: list[tuple[int, float, float]] = []
-    for _, value in numbers:
-        if value <= 0:
-            continue
-        forms = (value, 1.0 / value, math.sqrt(value), value**-0.5)
-        for rank, exact in enumerate(forms):
-            error = abs(exact - estimate)
-            if exact != 1.0 and error <= tolerance * abs(estimate):
-                found.append((rank, error, exact))
-    return list(dict.fromkeys(exact for _, _, exact in sorted(found)))
+    for rank, exact in forms:
+        error = abs(exact - estimate)
+        if exact != 1.0 and error <= tolerance * abs(estimate):
+            found.append((rank, error, exact))
+    return one + list(dict.fromkeys(exact for _, _, exact in sorted(found)))
 
 
 def fit(target: Tensor, terms: list[Tensor]) -> tuple[list[float], float]:
