@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ReadBandwidth", "Share", "measure_read_bandwidth", "native_step_bytes", "step_weight_bytes", "usable_cores"]
+from segki import _segki
+
+__all__ = ["ReadBandwidth", "Share", "measure_read_bandwidth", "native_step_bytes", "step_weight_bytes"]
 
 
 @dataclass(frozen=True)
@@ -21,14 +18,11 @@ class ReadBandwidth:
     ----------
     bytes_per_second : float
         Bytes read a second, all threads together.
-    method : str
-        ``"native"`` (segki's own reader) or ``"numpy"`` (a dot product a thread, a little slower).
     threads : int
         Threads that read.
     """
 
     bytes_per_second: float
-    method: str
     threads: int
 
     def seconds(self, size: int) -> float:
@@ -58,11 +52,6 @@ class Share:
         return f"{self.value:.2f}"
 
 
-def usable_cores() -> int:
-    """Return the number of cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def measure_read_bandwidth(
     size: int = 512 << 20, seconds: float = 1.0, threads: int | None = None
 ) -> ReadBandwidth:
@@ -75,13 +64,10 @@ def measure_read_bandwidth(
     seconds : float
         How long to go on. The best pass counts: anything slower was disturbed.
     threads : int, optional
-        Threads that read, each its own part; all usable cores when None.
+        Threads that read, each its own part; those of native code (`segki.threads`) when None.
     """
-    threads = usable_cores() if threads is None else threads
-    native = _native_reader()
-    if native is not None:
-        return ReadBandwidth(float(native(size, threads, seconds)), "native", threads)
-    return ReadBandwidth(_numpy_read_bandwidth(size, threads, seconds), "numpy", threads)
+    threads = _segki.threads() if threads is None else threads
+    return ReadBandwidth(float(_segki.read_bandwidth(size, threads, seconds)), threads)
 
 
 def step_weight_bytes(model: Any) -> int:
@@ -148,28 +134,3 @@ def native_step_bytes(model: Any, plan: Any) -> int:
     count(plan.final_norm)
     count(plan.head)
     return round(sum(sizes.values())) + moving
-
-
-def _native_reader() -> Callable[[int, int, float], float] | None:
-    """Return the compiled reader `(bytes, threads, seconds) -> bytes per second`, where it is built."""
-    try:
-        module = importlib.import_module("segki._segki")
-    except ImportError:
-        return None
-    reader: Callable[[int, int, float], float] | None = getattr(module, "read_bandwidth", None)
-    return reader
-
-
-def _numpy_read_bandwidth(size: int, threads: int, seconds: float) -> float:
-    import numpy as np
-
-    data = np.ones(size // 4, dtype=np.float32)
-    parts = np.array_split(data, threads)
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        end = time.perf_counter() + seconds
-        while best == 0.0 or time.perf_counter() < end:
-            start = time.perf_counter()
-            list(pool.map(lambda part: np.dot(part, part), parts))
-            best = max(best, data.nbytes / (time.perf_counter() - start))
-    return best

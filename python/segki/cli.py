@@ -324,10 +324,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _bandwidth_line(rate: ReadBandwidth) -> str:
-    return (
-        f"measured read bandwidth: {rate.bytes_per_second / 1e9:.1f} GB/s "
-        f"({rate.threads} threads, {rate.method})"
-    )
+    return f"measured read bandwidth: {rate.bytes_per_second / 1e9:.1f} GB/s ({rate.threads} threads)"
 
 
 def _demo_table(found: Comparison, bandwidth: ReadBandwidth) -> Table:

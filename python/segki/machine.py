@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from segki.bandwidth import usable_cores
+from segki import _segki
 
 __all__ = ["available_memory", "machine_facts"]
 
@@ -29,7 +29,7 @@ def machine_facts() -> dict[str, Any]:
             cpu.get(name, "?") for name in ("cpu family", "model", "stepping")
         ),
         "vector_flags": [flag for flag in VECTOR_FLAGS if flag in flags],
-        "cores": usable_cores(),
+        "cores": _segki.threads(),
         "memory_bytes": int(memory.split()[0]) * 1024 if memory else None,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),

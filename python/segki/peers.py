@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from segki.bandwidth import usable_cores
 from segki.models import Loaded
+from segki.parallel import threads
 
 __all__ = ["SYSTEMS", "Job", "Runner", "UnavailableError", "pad_id", "stop_ids", "twin"]
 
@@ -197,7 +197,7 @@ def _converted(api: Any, gguf: Path, dtype: torch.dtype, scratch: Path) -> Path:
         options = api.llama_model_quantize_default_params()
         options.ftype = file_type
         options.allow_requantize = True
-        options.nthread = usable_cores()
+        options.nthread = threads()
         source = str(gguf).encode()
         if api.llama_model_quantize(source, str(target).encode(), ctypes.byref(options)) != 0:
             raise UnavailableError(f"llama.cpp cannot convert {gguf.name} to {name}")
@@ -220,7 +220,7 @@ class _LlamaContext:
         options.n_seq_max = len(self._rows)
         options.n_ctx = 256 * -(-length // 256) * len(self._rows)
         options.n_batch = options.n_ubatch = max(512, job.ids.numel())
-        options.n_threads = options.n_threads_batch = usable_cores()
+        options.n_threads = options.n_threads_batch = threads()
         self._context = api.llama_init_from_model(self._model, options)
         if not self._context:
             api.llama_model_free(self._model)

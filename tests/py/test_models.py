@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def test_step_bytes_count_the_head_once_and_no_lookup() -> None:
 
 
 def test_a_share_above_one_is_a_measurement_error() -> None:
-    rate = bandwidth.ReadBandwidth(10e9, "native", 2)
+    rate = bandwidth.ReadBandwidth(10e9, 2)
     assert str(rate.share(10**9, 0.2)) == "0.50"
     above = rate.share(10**9, 0.05)
     assert above.value == pytest.approx(2.0)
@@ -115,13 +116,10 @@ def test_a_share_above_one_is_a_measurement_error() -> None:
     assert "measurement error" in str(above)
 
 
-def test_bandwidth_is_measured_with_and_without_the_native_reader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bandwidth, "_native_reader", lambda: None)
+def test_bandwidth_is_read_by_the_threads_of_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bandwidth.measure_read_bandwidth(1 << 22, 0.01, 1).bytes_per_second > 1e6
-    monkeypatch.setattr(bandwidth, "_native_reader", lambda: lambda size, threads, _: size * threads)
-    assert bandwidth.measure_read_bandwidth(5, 0.01, 3) == bandwidth.ReadBandwidth(15.0, "native", 3)
+    monkeypatch.setattr(bandwidth, "_segki", SimpleNamespace(threads=lambda: 3, read_bandwidth=lambda size, threads, _: size * threads))
+    assert bandwidth.measure_read_bandwidth(5) == bandwidth.ReadBandwidth(15.0, 3)
 
 
 @pytest.mark.parametrize("tied", [True, False])
